@@ -28,7 +28,7 @@ class WorkerContext:
     num_cpus: float = 1
     shares: tuple[float, ...] | None = None
     """Relative shares of the global batch set for nodes, by rank. None means equal shares."""
-    alone: bool = False
+    is_alone: bool = False
     """Whether the process group has only this worker. True until a new worker joins the others."""
     in_driver: bool = False
     node_ip: str = "127.0.0.1"

@@ -47,7 +47,7 @@ class ActorGroup:
         self._is_wanted = True
         if options.use_local:
             self._local = LocalSlot()
-        if not options.inline:
+        if not options.is_inline:
             num_local = int(options.use_local)
             self._reservation = self._reserve(
                 options.num_workers - num_local, max(1, options.min_workers - num_local)
@@ -95,7 +95,7 @@ class ActorGroup:
         """Start a worker in a slot. It does not join the group."""
         options = self.options
         member: WorkerHandle
-        if isinstance(slot, LocalSlot) and options.inline:
+        if isinstance(slot, LocalSlot) and options.is_inline:
             member = InlineHandle()
         elif isinstance(slot, LocalSlot):
             import ray
@@ -169,7 +169,7 @@ class ActorGroup:
 
     def describe_room(self) -> str:
         """Describe the resources that a worker needs and that the cluster has."""
-        if self.options.inline:
+        if self.options.is_inline:
             return "all workers are in the driver's process"
         from raysgd.cluster import placement
 

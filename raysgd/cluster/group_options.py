@@ -29,7 +29,7 @@ class GroupOptions:
         return {name: amount for name, amount in bundle.items() if amount}
 
     @property
-    def inline(self) -> bool:
+    def is_inline(self) -> bool:
         """Whether the only worker runs in the caller's thread, without a Ray actor."""
         return self.use_local and self.num_workers == 1
 

@@ -183,7 +183,7 @@ class Worker:
             self._hosted.request_stop(False)
             self._hosted.pause_at(None)
             if leader_rank is None:
-                self._hosted.setup(replace(context, alone=alone))
+                self._hosted.setup(replace(context, is_alone=alone))
                 if alone:
                     self._hosted.warm_up()
             else:

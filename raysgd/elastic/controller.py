@@ -75,13 +75,13 @@ class Controller:
             process_can_rejoin=backend is None or backend.process_can_rejoin,
             supports_live_join=supports_live_join,
             max_attempts=elastic.max_attempts,
-            may_grow=elastic.grow and not group.options.inline,
+            may_grow=elastic.grow and not group.options.is_inline,
             keeps_snapshots=elastic.snapshot_every is not None,
         )
         # Pickle here, so that an error is raised before a worker starts.
         created: dict[str, Any]
         created = {"initialization_hook": hook, "the runner": runner, "backend": backend}
-        if not group.options.inline:
+        if not group.options.is_inline:
             created = {name: pack_as(name, value) for name, value in created.items()}
         arguments = (*created.values(), sys.path)
         self._context = context = DriverContext(

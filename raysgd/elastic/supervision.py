@@ -107,7 +107,7 @@ class Supervision:
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
         call.log_points.begin(self._journal.progress.global_step, members)
-        request, inbox, inline = call.request, None, self._group.options.inline
+        request, inbox, inline = call.request, None, self._group.options.is_inline
         if call.rank is None:
             shares = self._context.share_balancer.choose_for(members)
             request = request.for_attempt(shares, self._split)

@@ -155,7 +155,7 @@ class Options(ABC):
     # ---- derived values
 
     @property
-    def inline(self) -> bool:
+    def is_inline(self) -> bool:
         return self.use_local and self.num_workers == 1
 
     @property
@@ -177,8 +177,8 @@ class Options(ABC):
             )
         use_gpu = self.use_gpu
         if use_gpu == "auto":
-            use_gpu = self.has_gpus() if self.inline else asks_for_gpus or _gpus_in_cluster() > 0
-        if use_gpu and self.use_local and not self.inline:
+            use_gpu = self.has_gpus() if self.is_inline else asks_for_gpus or _gpus_in_cluster() > 0
+        if use_gpu and self.use_local and not self.is_inline:
             # Ray would assign the GPU that this process uses to another worker
             if self.use_gpu is True or asks_for_gpus:
                 raise ValueError(

@@ -124,7 +124,7 @@ class OperatorRunner(Runner, ABC):
             saved_state.compare_setup(leader_rank=0)
             for feature in train_state.features:
                 feature.start_together()
-        if not train_state.context.alone:
+        if not train_state.context.is_alone:
             self.operator.on_world_change()
 
     def teardown(self) -> None:
@@ -272,7 +272,7 @@ class OperatorRunner(Runner, ABC):
                 feature.after_apply()
             if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)
-                if not train_state.context.alone:
+                if not train_state.context.is_alone:
                     loop.snapshots.maybe_take()
 
     def _user_settings(self) -> tuple[Any, ...]:

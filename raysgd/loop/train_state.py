@@ -230,7 +230,7 @@ class TrainState(ABC):
         return 0
 
     def begin_generation(self, context: WorkerContext) -> None:
-        self.is_new = self.is_new or self.context.alone
+        self.is_new = self.is_new or self.context.is_alone
         self.settings.context = context
         self.update.losses.expected_total = None  # new workers must use the same number
         self.data.repartition()

@@ -59,7 +59,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
         self.models = ShardedModels(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
-        whole = () if train_state.context.alone else self.models.parameters
+        whole = () if train_state.context.is_alone else self.models.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
         """Complete parameters for `shard_state`, by index."""
         self._received: dict[int, UpdateBuffers] = {}
@@ -156,7 +156,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
     def shard_state(self) -> None:
         super().shard_state()
         self._values = {}
-        is_alone = self._train_state.context.alone  # a replacement places its rows when it joins
+        is_alone = self._train_state.context.is_alone  # a replacement places its rows when it joins
         if dist.is_initialized() and not is_alone:
             self._shard_models()
 

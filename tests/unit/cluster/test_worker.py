@@ -444,7 +444,7 @@ def test_replacement_sets_up_alone_warms_up_and_knows_its_rank(worker):
     assert worker.join_group(context, None, None, True).kind == "ok"
     alone = worker._backend.context
     assert (alone.world_rank, alone.world_size, alone.generation) == (0, 1, 4)
-    assert seen == [replace(context, alone=True), "warm-up"]
+    assert seen == [replace(context, is_alone=True), "warm-up"]
     worker.join_group(context, "there", 0)
     assert worker._backend.context == context
 

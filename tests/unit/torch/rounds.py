@@ -351,7 +351,7 @@ class Player:
                 world_size=len(context_of),
                 distributed=True,
                 generation=self.generation,
-                alone=True,
+                is_alone=True,
             )
 
     def leave_group(self):

@@ -133,7 +133,7 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
 
 
 def test_copy_of_a_damaged_state_is_damaged():
-    runner = make_runner(context=WorkerContext(alone=True, in_driver=True))
+    runner = make_runner(context=WorkerContext(is_alone=True, in_driver=True))
     runner._train_state.collectives.broadcast = lambda make, rank: {**make(), "is_damaged": True}
     runner._hosted_loop.saved_state.copy_from = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
@@ -446,7 +446,7 @@ class Staged(Recorder):
 JOIN_LATER = """
 from tests.unit.torch.test_runner import *
 
-alone = WorkerContext(alone=rank == 1, in_driver=True)
+alone = WorkerContext(is_alone=rank == 1, in_driver=True)
 runner = make_runner(Staged, num_workers=2, context=alone)
 operator = runner.operator
 if rank == 0:
@@ -493,7 +493,7 @@ def test_on_world_change_runs_after_setup_and_in_each_generation():
     runner.handle(TrainRequest(call_number=0, until_step=2))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     assert runner.operator.worlds == [(0, 1, 0), (1, 2, 2)]
-    replacement = make_runner(Following, context=WorkerContext(alone=True, in_driver=True))
+    replacement = make_runner(Following, context=WorkerContext(is_alone=True, in_driver=True))
     assert replacement.operator.worlds == []
     replacement.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=1)
     assert replacement.operator.worlds == [(1, 2, 0)]
@@ -591,7 +591,7 @@ def test_only_a_new_worker_takes_the_models_of_another_one_without_replication()
     """Each worker has its own models, also before their first step."""
     follows = []
     for alone in (False, True):
-        context = WorkerContext(alone=alone, in_driver=True)
+        context = WorkerContext(is_alone=alone, in_driver=True)
         runner = make_runner(context=context, wrap_ddp=False)
         runner._train_state.collectives.broadcast = lambda make, rank: make()
         runner._hosted_loop.saved_state.copy_from = lambda leader, is_led: follows.append(is_led)

@@ -297,7 +297,7 @@ def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new
         later = copy.deepcopy(whole_state(runner))
         if is_new:  # as after a restart of all workers
             runner.teardown()
-            runner = start(Round(sharding=sharding), replace(ALONE, alone=True))
+            runner = start(Round(sharding=sharding), replace(ALONE, is_alone=True))
         load_late(runner, copy.deepcopy(state))
         enter()
         runner.rejoin(replace(ALONE, generation=1), 0)
