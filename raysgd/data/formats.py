@@ -180,7 +180,7 @@ class Records(ABC):
             file = int(files[first])
             start = self._ends[file - 1] if file else 0
             if "://" not in self.paths[file]:  # remote files are checked when they are opened
-                self._check_local(file)
+                self._check_unchanged(file, _stamp(None, self.paths[file]))
             records = self._read(file, in_order[first:stop] - start)
             for index, record in zip(order[first:stop].tolist(), records, strict=True):
                 results[index] = record
@@ -243,17 +243,11 @@ class Records(ABC):
                 "cache_dir=... with a folder that you can write to, and that has enough space."
             ) from error
 
-    def _check_local(self, file: int) -> None:
-        path, index = self.paths[file], self._indexes[file]
-        self._check_stamp(file, _stamp(None, path))
-        version = _local_version(path)
-        if self._versions.setdefault(file, version) == version:
-            return
-        if not np.array_equal(index, self._load_index(file)):  # no new mode or link
-            raise RuntimeError(f"{path} changed while it was read. Start again with the new file.")
-
-    def _check_stamp(self, file: int, stamp: str) -> None:
-        if stamp != self._stamps[file]:
+    def _check_unchanged(self, file: int, stamp: str) -> None:
+        version, same = _local_version(self.paths[file]), stamp == self._stamps[file]
+        if same and self._versions.setdefault(file, version) != version:  # or a new mode or link
+            same = np.array_equal(self._indexes[file], self._load_index(file))
+        if not same:
             raise RuntimeError(
                 f"{self.paths[file]} changed while it was read. Its size and version are "
                 f"{stamp}, and were {self._stamps[file]}. Start again with the new file."
@@ -263,7 +257,7 @@ class Records(ABC):
         """Open the uncompressed content of a file."""
         path = self.paths[file]
         fs, name = url_to_fs(path, **self._storage_options)
-        self._check_stamp(file, _stamp(fs, name))
+        self._check_unchanged(file, _stamp(fs, name))
         if (decompress := decompressor_of(_without_query(path))) is not None:
             target = self._cache_path(file, "raw")
             with self._caching(file):

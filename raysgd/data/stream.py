@@ -86,9 +86,8 @@ class NumberedSamples(ABC):
         return self.read(self.epoch, keys)
 
     def __getitem__(self, key: int | Key) -> Any:
-        if isinstance(key, tuple):
-            return self.read(key[0], [key[1]])[0]
-        return self.read(self.epoch, [range(len(self))[key]])[0]  # also raises IndexError
+        known = key if isinstance(key, tuple) else range(len(self))[key]  # also raises IndexError
+        return self.__getitems__([known])[0]
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self), _READ_SIZE):
@@ -190,8 +189,6 @@ class Stream(NumberedSamples):
                 raise record
         if self._transform is not None:
             samples = list(map(self._transform, samples))
-        if self._augment is None:
-            return samples
         return [self._augment_one(*each) for each in zip(samples, itertools.repeat(epoch), numbers)]
 
     def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
@@ -321,25 +318,19 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
     def _plan(self, weights: np.ndarray[Any, Any]) -> None:
         """Find out where streams end. From there on, the others share their weight."""
         taken = [0] * len(self._streams)
-        left = [len(stream) for stream in self._streams]
-        while any(left):
+        while any(left := [len(each) - n for each, n in zip(self._streams, taken, strict=True)]):
             active = np.where(np.array(left) > 0, weights, 0.0)
             ideal = active / active.sum() * _MIX_SIZE
             counts = np.where(active > 0, np.maximum(1, np.floor(ideal)), 0).astype(int)
             pattern = np.repeat(np.arange(len(left)), counts)
             pattern = pattern[np.random.default_rng((self._seed, *taken)).permutation(len(pattern))]
             self._starts.append(sum(taken))
-            self._patterns.append((list(taken), pattern))
+            self._patterns.append((taken, pattern))
             ends = []
             for stream in np.flatnonzero(counts):
                 rounds, rest = divmod(left[stream] - 1, int(counts[stream]))
-                positions = np.flatnonzero(pattern == stream)
-                ends.append(rounds * len(pattern) + int(positions[rest]) + 1)
-            size = min(ends)
-            for stream in np.flatnonzero(counts):
-                used = _count_before(pattern, int(stream), size)
-                taken[stream] += used
-                left[stream] -= used
+                ends.append(rounds * len(pattern) + np.flatnonzero(pattern == stream)[rest] + 1)
+            taken = [n + _count_before(pattern, i, int(min(ends))) for i, n in enumerate(taken)]
 
     def __len__(self) -> int:
         return sum(map(len, self._streams))
