@@ -37,7 +37,7 @@ def is_small(parcel: Parcel) -> bool:
 # ---- from workers to the driver
 
 
-class Content(NamedTuple):
+class FileContent(NamedTuple):
     """An answer that is the content of a file."""
 
     write: Callable[[Any], None]
@@ -195,8 +195,8 @@ def offering(parcel: Parcel, hosts: Sequence[str]) -> Iterator[Parcel | Address]
     async def handle(connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         await messages.send(connection, pickle.dumps((bytes(parcel.data), parcel.sizes)))
-        for part in parcel.parts():
-            await loop.sock_sendall(connection, part)
+        for block in parcel.blocks():
+            await loop.sock_sendall(connection, block)
 
     with contextlib.closing(Listener(driver_address(hosts), "raysgd-outbox")) as listener:
         yield listener.expect(handle)
@@ -228,5 +228,5 @@ class Incoming:
             buffer = self._buffers.pop(0)
             target = memoryview(buffer if own is None else own)
             rest = memoryview(bytearray(padding(len(target))))
-            if any(self._stream.readinto(part) < len(part) for part in (target, rest)):
+            if any(self._stream.readinto(space) < len(space) for space in (target, rest)):
                 raise EOFError("the driver closed the connection")

@@ -39,15 +39,15 @@ class Parcel:
     def is_large(self) -> bool:
         return memoryview(self.data).nbytes + sum(self.sizes) >= _STORED_BYTES
 
-    def parts(self) -> Iterator[Any]:
+    def blocks(self) -> Iterator[Any]:
         """Iterate over the buffers with their padding."""
         for buffer in self.buffers:
             yield (content := pickle.PickleBuffer(buffer).raw())
             yield bytes(padding(content.nbytes))
 
     def write(self, file: Any) -> None:
-        for part in self.parts():
-            file.write(part)
+        for block in self.blocks():
+            file.write(block)
 
     def store(self) -> Any:
         """Return this object, or a reference to it in Ray's object store if it is large."""
@@ -62,17 +62,17 @@ class Parcel:
         data = pickle.PickleBuffer(self.data) if protocol >= 5 else self.data
         return Parcel, (data, self.buffers)
 
-    def value(self, own: bool = True) -> Any:
-        """Return the value. With `own`, copy arrays out of Ray's read-only shared memory."""
+    def value(self, copies: bool = True) -> Any:
+        """Return the value. With `copies`, copy arrays out of Ray's read-only shared memory."""
         if self.reference is not None:
             import ray
 
             stored: Parcel = ray.get(self.reference)
-            return stored.value(own)
+            return stored.value(copies)
         if callable(self.buffers):
             buffers = self.buffers()
         else:
-            buffers = map(bytearray, self.buffers) if own else self.buffers
+            buffers = map(bytearray, self.buffers) if copies else self.buffers
         return pickle.loads(self.data, buffers=buffers)
 
 

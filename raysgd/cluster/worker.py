@@ -30,7 +30,7 @@ from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import last_frame, shows_full_tracebacks, stacks
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
-from raysgd.cluster.large_values import Content, Incoming, is_small, send
+from raysgd.cluster.large_values import FileContent, Incoming, is_small, send
 from raysgd.cluster.serialization import Parcel, pack, unpicklable_key
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
@@ -155,7 +155,7 @@ class Worker:
             if function is not None:
                 function()
             with frozen_imports() if self._remote else contextlib.nullcontext():
-                self.runner = _unpack(runner, own=not self._remote)
+                self.runner = _unpack(runner, copies=not self._remote)
                 self._backend = _unpack(backend)
 
         return self._outcome_of(create)
@@ -304,7 +304,7 @@ class Worker:
 
     def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
         payload = value
-        if inbox is not None and isinstance(value, Content):
+        if inbox is not None and isinstance(value, FileContent):
             try:
                 payload = send(inbox, pickle.dumps(value.facts), (), value.write)
             except Exception as error:  # the answer is why the content could not be written
@@ -367,8 +367,8 @@ def _has_cause(error: BaseException | None, test: Callable[[BaseException], bool
     return error is not None
 
 
-def _unpack(value: Any, own: bool = True) -> Any:
-    return value.value(own) if isinstance(value, Parcel) else value
+def _unpack(value: Any, copies: bool = True) -> Any:
+    return value.value(copies) if isinstance(value, Parcel) else value
 
 
 def _pack_answer(value: Any) -> Parcel:

@@ -72,7 +72,7 @@ class SnapshotKeeper:
             return store_copy(packed).value
         except StorageError as error:
             self._warn_of_disk(error)
-            return functools.partial(packed.value, own=False)  # stays in memory
+            return functools.partial(packed.value, copies=False)  # stays in memory
 
     def fetch_newer(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot from the members, without waiting."""

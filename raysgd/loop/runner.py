@@ -16,7 +16,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd.checkpoint.file import facts_of, write_state
-from raysgd.cluster.large_values import Content, Incoming
+from raysgd.cluster.large_values import FileContent, Incoming
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.elastic.call import (
     ExportShardsRequest,
@@ -167,7 +167,7 @@ class OperatorRunner(Runner, ABC):
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
             step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
-            snapshot_step=self._loop.snapshots.step,
+            snapshot_step=self._loop.snapshots.newest_step,
             num_changes=self._loop.snapshots.num_changes,
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
@@ -222,7 +222,7 @@ class OperatorRunner(Runner, ABC):
                     state = {**self.state_dict(request.frozen), **request.driver_entries}
                     state["data"]["rng"] = request.generators
                     write = functools.partial(write_state, state, request.label)
-                    return Content(write, facts_of(state))
+                    return FileContent(write, facts_of(state))
                 case LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
                 case requests.PrepareExportRequest():

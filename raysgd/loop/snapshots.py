@@ -62,7 +62,7 @@ class Snapshots:
         return self._has_shards or (context.world_rank == 0 and not context.in_driver)
 
     @property
-    def step(self) -> int | None:
+    def newest_step(self) -> int | None:
         newest = self._newest  # the training thread may clear it
         return None if newest is None else newest[1]
 

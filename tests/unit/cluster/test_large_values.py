@@ -51,7 +51,7 @@ def write_file(write, file):
     """Let a worker write a file of the driver, and return the driver's answer."""
     worker = Worker()
     worker.runner = FakeRunner()
-    worker.runner.handle = lambda request: large_values.Content(write, {"epoch": 3})
+    worker.runner.handle = lambda request: large_values.FileContent(write, {"epoch": 3})
     with large_values.Inbox([LOOPBACK], file.restart) as inbox:
         outcome = worker.handle(None, inbox.expect())
     outcome.payload = inbox.resolve(outcome.payload)

@@ -63,7 +63,7 @@ def test_read_only_arrays_stay_in_the_memory_of_ray():
     arrived = through_ray(pack(np.zeros(LARGE)))
     tracemalloc.start()
     try:
-        value = arrived.value(own=False)
+        value = arrived.value(copies=False)
         assert tracemalloc.get_traced_memory()[1] < LARGE
     finally:
         tracemalloc.stop()
@@ -134,7 +134,7 @@ def test_workers_share_large_arrays_and_have_their_own_tensors(store):
     config = {"array": np.ones(2**18), "tensor": torch.ones(2**18)}
     options = TorchOptions(training_operator_cls=print, config=config, num_workers=2)
     sent = ray.get(pack(options).store())
-    arrived = sent.value(own=False)
+    arrived = sent.value(copies=False)
     (_, first), (_, second) = arrived.unpack(), arrived.unpack()
     assert np.shares_memory(first["array"], second["array"])
     assert not first["array"].flags.writeable
@@ -145,7 +145,7 @@ def test_workers_share_large_arrays_and_have_their_own_tensors(store):
 def test_a_small_config_is_fresh_for_each_setup():
     config = {"array": np.ones(2**12), "tensor": torch.ones(2**12)}
     options = TorchOptions(training_operator_cls=print, config=config)
-    arrived = through_ray(pack(options)).value(own=False)
+    arrived = through_ray(pack(options)).value(copies=False)
     (_, first), (_, second) = arrived.unpack(), arrived.unpack()
     for value in first.values():
         value += 1

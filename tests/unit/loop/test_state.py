@@ -260,12 +260,12 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
     )
     snapshots = Snapshots(state, dict)
     snapshots.maybe_take()
-    assert snapshots.step is None
+    assert snapshots.newest_step is None
     for answer, expected in ((0, None), (1, 7)):
         answers.append(answer)
         snapshots.clear()
         snapshots.maybe_take(begins=True)
-        assert (snapshots.step, answers) == (expected, [])
+        assert (snapshots.newest_step, answers) == (expected, [])
 
 
 def test_a_worker_that_ends_with_the_driver_takes_no_snapshot():
