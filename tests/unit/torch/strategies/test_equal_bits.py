@@ -273,7 +273,7 @@ def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
 
 class Exchanging(Case):
     def run(self, rank):
-        share = self.start(rank)._train_state.exchange._metrics.of_all_workers
+        share = self.start(rank)._train_state.exchange._metrics.all_gather
         for size in (0, 40, 300, 5000, 10):
             texts = [str(3 * rank + i) * size * (1 + rank) for i in range(3)]
             shared = share([({"text": text}, 2.0, False) for text in texts])
