@@ -56,14 +56,14 @@ class TrainGoal:
         """Return the call. Pauses of callbacks split it into parts, which share their metrics."""
         return Call(
             request=self.request,
-            on_begin=self._set_on,
+            on_begin=self._make_absolute,
             has_batches=True,
             can_pause=True,
             departure_request=DepartureRequest(call_number=self.request.call_number),
             **options,
         )
 
-    def _set_on(self, call: Call, progress: Progress) -> None:
+    def _make_absolute(self, call: Call, progress: Progress) -> None:
         """Set the absolute goal of the call, and the step of its next pause."""
         request, step = self.request, progress.global_step
         if self.progress_before is None:
