@@ -186,14 +186,14 @@ class Controller:
                 self._lacks_state = context.call.replaces_state
                 return forming.restart(self.state.budget.min_workers)
             case Do.RESCUE_STATE:
-                self._rescue_state()
+                self.journal.progress = self.snapshots.rescue(context.commands) or self.progress
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.SAVE_STATE:
                 self._supervision.attempt = None  # of an earlier attempt
                 context.preemption.must_save = False
                 context.call.must_save_soon = True
-                self._rescue_state()
+                self.journal.progress = self.snapshots.rescue(context.commands) or self.progress
             case Do.INTERRUPT:
                 self.journal.progress = self._supervision.interrupt() or self.progress
             case Do.COLLECT_DEPARTING:
@@ -293,11 +293,6 @@ class Controller:
             self._group.discard(member)
         call.num_losses = self.state.budget.num_losses
         self._scale_up.start_cooldown()
-
-    def _rescue_state(self) -> None:
-        """Fetch the newest state of the remaining workers as the snapshot, for a restart."""
-        progress = self.snapshots.rescue(self._context.commands)
-        self.journal.progress = progress or self.progress
 
     # ---- methods for trainers
 

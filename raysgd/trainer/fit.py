@@ -105,7 +105,8 @@ class FitLoop:
         self.stop_reason = None
         with callback_list.attach(trainer, added):
             why = "fit() does not validate."
-            if options.validate_every and not self._can_validate():
+            request = ApplyOperatorRequest(function=_has_validation_loader)
+            if options.validate_every and not any(dispatcher.run(request, method="fit")):
                 why = f"{why} {missing_loader('validation')}"
                 options = replace(options, validate_every=None)
                 logger.info("%s", why)
@@ -251,10 +252,6 @@ class FitLoop:
         self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
 
     # ---- checks
-
-    def _can_validate(self) -> bool:
-        request = ApplyOperatorRequest(function=_has_validation_loader)
-        return any(self.dispatcher.run(request, method="fit"))
 
     def _check_validation(self) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
