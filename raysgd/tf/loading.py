@@ -129,7 +129,7 @@ class ArraySource(PartitionedSource):
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
             )
 
-    def reads(self) -> Any:
+    def batch_spec(self) -> Any:
         return tf.nest.map_structure(
             lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), self._arrays
         )
@@ -236,20 +236,20 @@ class DatasetSource(PartitionedSource):
         partition = self._partition
         size = partition.world_size if gives_whole_batches else partition.step_size
         while stop is None or offset < stop:
-            group = iteration.read(offset, size if stop is None else min(size, stop - offset))
-            if not group:
+            drawn = iteration.read(offset, size if stop is None else min(size, stop - offset))
+            if not drawn:
                 return
-            offset += len(group)
+            offset += len(drawn)
             if self._training:
-                yield from self._own_micro_batches(group)
+                yield from self._own_micro_batches(drawn)
             elif gives_whole_batches:
-                yield from group[partition.rank : partition.rank + 1]
-            elif (own := self._own_batch(group)) is not None:
+                yield from drawn[partition.rank : partition.rank + 1]
+            elif (own := self._own_batch(drawn)) is not None:
                 yield own
 
-    def _own_micro_batches(self, group: list[Any]) -> Iterator[Any]:
-        """Yield this worker's batch of a step, in parts if it is large."""
-        partition, sizes = self._partition, [_num_rows(batch) for batch in group]
+    def _own_micro_batches(self, drawn: list[Any]) -> Iterator[Any]:
+        """Yield this worker's batch of a step, in micro-batches if it is large."""
+        partition, sizes = self._partition, [_num_rows(batch) for batch in drawn]
         batch_size = max(sizes)
         if self._splits:
             batch_size = -(-batch_size // self._layout.num_full_parts(partition.world_size))
@@ -257,19 +257,19 @@ class DatasetSource(PartitionedSource):
         may_split = partition.may_split and self.keeps_step_size
         step = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
         self._plan = step.plan((sum(sizes),))
-        own, number = self._own_batch(group), len(self._plan.batches)
+        own, number = self._own_batch(drawn), len(self._plan.batches)
         if number == 1:
             yield own
             return
         for index in range(number):
             yield _slice_rows(own, *part_of(_num_rows(own), number, index))
 
-    def _own_batch(self, group: list[Any]) -> Any:
+    def _own_batch(self, drawn: list[Any]) -> Any:
         partition = self._partition
         size, rank, shares = partition.world_size, partition.rank, partition.shares
-        if len(group) == size and len(set(map(_num_rows, group))) == 1 and shares is None:
-            return group[rank]
-        batch = group[0] if len(group) == 1 else tf.nest.map_structure(_concatenate, *group)
+        if len(drawn) == size and len(set(map(_num_rows, drawn))) == 1 and shares is None:
+            return drawn[rank]
+        batch = drawn[0] if len(drawn) == 1 else tf.nest.map_structure(_concatenate, *drawn)
         total = _num_rows(batch)
         if not self._training and rank >= total:
             return None
@@ -283,7 +283,7 @@ class DatasetSource(PartitionedSource):
         # In training, each update compares `update_digest`.
         return self.update_digest if self.is_compared and not self._training else None
 
-    def reads(self) -> Any:
+    def batch_spec(self) -> Any:
         return self.loader.element_spec
 
     def fingerprint(self) -> str:
@@ -322,9 +322,9 @@ class _Iteration:
             if self._is_compared:
                 self._add_to_digest(batch)
             repeatable.append((batch, self._read_digest))
-        self._epoch, group = epoch, list(itertools.islice(repeatable, size))
-        self.digest = group[-1][1] if group else self._read_digest
-        return [batch for batch, _ in group]
+        self._epoch, drawn = epoch, list(itertools.islice(repeatable, size))
+        self.digest = drawn[-1][1] if drawn else self._read_digest
+        return [batch for batch, _ in drawn]
 
     def _add_to_digest(self, batch: Any) -> None:
         """Add elements of a batch: of its targets, because features can be noisy.

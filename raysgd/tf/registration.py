@@ -103,7 +103,7 @@ def build_registered(train_state: KerasTrainState) -> None:
     models, data = train_state.models, train_state.data
     if len(models) == 1 and not (models[0].built and models[0].weights):
         sources = map(data.readable, filter(data.has, ("train", "validation")))
-        spec = next((source.reads() for source in sources if source.is_partitioned), None)
+        spec = next((source.batch_spec() for source in sources if source.is_partitioned), None)
         if spec is not None:
             features, *_ = keras.utils.unpack_x_y_sample_weight(spec)
             train_state.models[0](tf.nest.map_structure(_sample_of, features))
