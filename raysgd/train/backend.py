@@ -85,7 +85,7 @@ class _Run:
         return [outcome.value() for outcome in self.controller.run(self.call)]
 
     def begin(self) -> None:
-        """Bring the function and the data to all workers."""
+        """Send the function and the data to all workers."""
         try:
             self.send_shards()
         except WorkerLostError as error:
@@ -242,14 +242,12 @@ class BackendExecutor:
         iteration: int = 0,
         resume: bool = False,
     ) -> None:
-        """Bring a function of no arguments to every worker. Checkpoints go into `run_dir`.
+        """Send a function of no arguments to every worker. The first wait for results starts it.
 
-        The function starts when `fetch_next_result` or `finish_training` first waits for it.
-
-        `dataset`, `checkpoint`, and `checkpoint_strategy` mean the same as in `Trainer.run`.
-        `latest_checkpoint_id` is the number of the newest checkpoint so far, by default 0.
-        `iteration` is the number of earlier reports. `resume` continues from the newest checkpoint
-        in `run_dir`, if there is one.
+        Checkpoints go into `run_dir`. `dataset`, `checkpoint`, and `checkpoint_strategy` mean the
+        same as in `Trainer.run`. `latest_checkpoint_id` is the number of the newest checkpoint so
+        far, by default 0. `iteration` is the number of earlier reports. `resume` continues from the
+        newest checkpoint in `run_dir`, if there is one.
         """
         controller = self._require_workers("start_training")
         if self._run is not None:

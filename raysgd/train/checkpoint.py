@@ -96,17 +96,16 @@ class Checkpoint:
         """Return the checkpoint for a dict, a path, or a Ray checkpoint (a folder)."""
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
-        if isinstance(checkpoint, str | os.PathLike):
-            return cls(path=checkpoint)
+        if hasattr(checkpoint, "as_directory"):  # of Ray, which is no usable path
+            with checkpoint.as_directory() as folder:
+                return cls({_FILES: _read_folder(Path(folder))})
         if isinstance(checkpoint, Mapping):
             return cls(checkpoint)
-        if not hasattr(checkpoint, "as_directory"):
-            raise TypeError(
-                f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a "
-                "checkpoint."
-            )
-        with checkpoint.as_directory() as folder:
-            return cls({_FILES: _read_folder(Path(folder))})
+        if isinstance(checkpoint, str | os.PathLike):
+            return cls(path=checkpoint)
+        raise TypeError(
+            f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a checkpoint."
+        )
 
     # ---- read
 

@@ -65,7 +65,7 @@ class BackendConfig:
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class of the backend."""
+        """The class of the backend. A method that returns the class works as well."""
         return Backend
 
     def collective_backend(self, use_gpu: bool = False) -> CollectiveBackend | None:
@@ -79,6 +79,8 @@ class BackendConfig:
 
 def backend_class(config: BackendConfig) -> type[Backend]:
     backend_cls: Any = config.backend_cls
+    if not inspect.isclass(backend_cls) and callable(backend_cls):
+        backend_cls = backend_cls()
     if not inspect.isclass(backend_cls) or not issubclass(backend_cls, Backend):
         raise TypeError(
             f"{type(config).__name__}.backend_cls={backend_cls!r}: must be a subclass of "

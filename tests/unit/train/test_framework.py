@@ -28,6 +28,11 @@ class ByProperty(BackendConfig):
         return Mine
 
 
+class ByMethod(BackendConfig):
+    def backend_cls(self):
+        return Mine
+
+
 class ByAttribute(BackendConfig):
     backend_cls = Mine
 
@@ -36,8 +41,8 @@ class Wrong(BackendConfig):
     backend_cls = int
 
 
-@pytest.mark.parametrize("config", [ByProperty, ByAttribute])
-def test_a_config_has_its_backend_as_property_or_attribute(config, caplog):
+@pytest.mark.parametrize("config", [ByProperty, ByMethod, ByAttribute])
+def test_a_config_has_its_backend_as_property_method_or_attribute(config, caplog):
     assert backend_class(config()) is Mine
     assert "does not call Mine.handle_failure" in caplog.text
 
