@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from raysgd._internal.arguments import closest
+from raysgd._internal.arguments import closest_name
 from raysgd._internal.config import BATCH_SIZE
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch import TrainingOperator
@@ -107,7 +107,7 @@ class ConfiguredOperator(TrainingOperator):
     def _warn_of_misspelled(self, config: dict[str, Any]) -> None:
         missing = self.OPTIONS.keys() - config.keys()
         for key in config.keys() - self.OPTIONS.keys() - {BATCH_SIZE}:
-            close = closest(key, missing, cutoff=0.85) if isinstance(key, str) else ""
+            close = closest_name(key, missing, cutoff=0.85) if isinstance(key, str) else ""
             if close:
                 kind = type(self).__name__
                 logger.warning("%s has no option %r. Did you mean %r?", kind, key, close)

@@ -21,22 +21,22 @@ _NOTHING = nullcontext()
 MAX_WORKERS = 10_000  # for more, Ray takes minutes to report that there is no room
 
 
-def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def closest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the most similar of the known names, or an empty string if none is similar.
 
-    >>> closest("num_worker", ["config", "num_workers"]), closest("x", ["config"])
+    >>> closest_name("num_worker", ["config", "num_workers"]), closest_name("x", ["config"])
     ('num_workers', '')
     """
     return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
 
 
 def unknown_argument(caller: str, name: str, known: Iterable[str]) -> TypeError:
-    close = closest(name, known)
+    close = closest_name(name, known)
     hint = f" Did you mean {close!r}?" if close else ""
     return TypeError(f"{caller}() got an unexpected keyword argument {name!r}.{hint}")
 
 
-def name_typos(method: _F, context: AbstractContextManager[None] = _NOTHING) -> _F:
+def suggest_arguments(method: _F, context: AbstractContextManager[None] = _NOTHING) -> _F:
     """Name the closest argument in the error of a call with an unknown one."""
     known = inspect.signature(method).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())

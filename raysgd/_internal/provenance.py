@@ -25,7 +25,7 @@ _HOMES = re.compile(
 
 
 @functools.cache
-def of_process() -> Mapping[str, Any]:
+def process_provenance() -> Mapping[str, Any]:
     """Return the start time and, if a script runs, its command line and commit."""
     facts: dict[str, Any] = {"started": f"{datetime.datetime.now(datetime.UTC):%FT%TZ}"}
     script = getattr(sys.modules["__main__"], "__file__", None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from raysgd._internal.arguments import name_typos
+from raysgd._internal.arguments import suggest_arguments
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Tracebacks of exception groups have a margin.
@@ -116,5 +116,5 @@ def fold_tracebacks(kind: _T) -> _T:
     """Fold the tracebacks of errors that leave public methods of a class."""
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
-            setattr(kind, name, name_typos(method, FoldingTracebacks()))
+            setattr(kind, name, suggest_arguments(method, FoldingTracebacks()))
     return kind

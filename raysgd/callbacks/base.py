@@ -179,8 +179,8 @@ def logdir_of(trainer: Trainer) -> Path:
     return folder
 
 
-def end_line(path: Path) -> None:
-    """End an incomplete last line, which a killed writer can leave in a file."""
+def complete_last_line(path: Path) -> None:
+    """End the last line of a file if a killed writer has left it incomplete."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:
@@ -191,7 +191,7 @@ def end_line(path: Path) -> None:
 
 def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON objects to a file, one per line."""
-    end_line(path)
+    complete_last_line(path)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(jsonable(line), allow_nan=False) + "\n" for line in lines)
 

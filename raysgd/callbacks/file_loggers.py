@@ -18,7 +18,7 @@ from raysgd.callbacks.base import (
     LoggerCallback,
     Trainer,
     append_lines,
-    end_line,
+    complete_last_line,
     logdir_of,
 )
 from raysgd.checkpoint.manifest import versions
@@ -87,7 +87,7 @@ class CsvLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         path, record = logdir_of(trainer) / "metrics.csv", _record_of(trainer, call)
-        end_line(path)
+        complete_last_line(path)
         row = {**record, **scalars(metrics), **record}  # keep the record's order and values
         columns: list[str] = []
         if path.exists():

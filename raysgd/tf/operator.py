@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.arguments import as_int, check_flags, name_typos
+from raysgd._internal.arguments import as_int, check_flags, suggest_arguments
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, as_list
@@ -132,7 +132,7 @@ class TrainingOperator(OperatorBase):
 
     # ---- methods for user code
 
-    @name_typos
+    @suggest_arguments
     def register(
         self,
         models: Any,
@@ -175,7 +175,7 @@ class TrainingOperator(OperatorBase):
             self._check_own_steps("validate_batch")
         return registered
 
-    @name_typos
+    @suggest_arguments
     def register_data(
         self,
         *,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.arguments import name_typos
+from raysgd._internal.arguments import suggest_arguments
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from raysgd.loop.creators import creator_class
@@ -279,7 +279,7 @@ class TrainingOperator(OperatorBase):
 
     # ---- registration, in setup
 
-    @name_typos
+    @suggest_arguments
     def register(
         self,
         *,
@@ -324,7 +324,7 @@ class TrainingOperator(OperatorBase):
         arguments = {name: value for name, value in locals().items() if name != "self"}
         return register(self._train_state, self._step_features, **arguments)
 
-    @name_typos
+    @suggest_arguments
     def register_data(
         self,
         *,

@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd._internal.imports import import_extra
 from raysgd._internal.values import json_dict
-from raysgd.callbacks.base import end_line, read_lines
+from raysgd.callbacks.base import complete_last_line, read_lines
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
 
@@ -65,7 +65,7 @@ class ReportLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        end_line(path)
+        complete_last_line(path)
         earlier = read_reports(path)
         self.last = earlier[-1] if earlier else None
 

@@ -15,7 +15,7 @@ from raysgd import checkpoint
 from raysgd._internal.arguments import check_flags
 from raysgd._internal.context import Request
 from raysgd._internal.nested import map_leaves, try_copy
-from raysgd._internal.provenance import of_process, without_homes
+from raysgd._internal.provenance import process_provenance, without_homes
 from raysgd._internal.values import redact_config, scalars
 from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
@@ -56,10 +56,10 @@ class StateTransfer:
     """The checkpoint that was loaded."""
 
     def __post_init__(self) -> None:
-        of_process()  # the files of the script may change later
+        process_provenance()  # the files of the script may change later
 
     def provenance(self) -> dict[str, Any]:
-        return {**of_process(), **({} if self.parent is None else {"parent": self.parent})}
+        return {**process_provenance(), **({} if self.parent is None else {"parent": self.parent})}
 
     # ---- methods of each framework
 

@@ -13,8 +13,8 @@ import raysgd
 from raysgd._internal.provenance import redact_command, without_homes
 from raysgd.checkpoint import Manifest
 
-PRINT = "import json; from raysgd._internal.provenance import of_process\n"
-PRINT += "print(json.dumps(dict(of_process())))\n"
+PRINT = "import json; from raysgd._internal.provenance import process_provenance\n"
+PRINT += "print(json.dumps(dict(process_provenance())))\n"
 
 
 @pytest.mark.parametrize(
