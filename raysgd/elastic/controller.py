@@ -245,11 +245,13 @@ class Controller:
                 return list(end.outcomes)
         finally:
             end = None  # an error refers to this frame, which would be a cycle
-            self._supervision.begin(Call())
-            if self._lacks_state:  # a load failed: the next call restarts the workers
-                self._lacks_state, self.journal.progress = False, before
-                self._context.discard_members()
-            self._call_lock.release()
+            try:
+                self._supervision.begin(Call())
+                if self._lacks_state:  # a load failed: the next call restarts the workers
+                    self._lacks_state, self.journal.progress = False, before
+                    self._context.discard_members()
+            finally:  # also if Ctrl-C ends the wait for a worker's teardown
+                self._call_lock.release()
 
     def _survey(self) -> GroupEvent:
         self._context.advance({})
