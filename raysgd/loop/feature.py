@@ -104,7 +104,7 @@ class StepFeature:
         """Return a context for evaluating the models."""
         return contextlib.nullcontext()
 
-    def after_apply(self) -> None:
+    def after_user_function(self) -> None:
         """Handle the end of a function of ``apply_all_operators``."""
 
     def end_epoch(self, epoch: int) -> None:

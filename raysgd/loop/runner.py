@@ -269,7 +269,7 @@ class OperatorRunner(Runner, ABC):
             return function(self.operator)
         finally:
             for feature in train_state.features:
-                feature.after_apply()
+                feature.after_user_function()
             if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.is_alone:

@@ -38,9 +38,9 @@ class ReplicaSync(StepFeature):
 
     def begin_generation(self) -> None:
         self._train_state.collectives = create_collectives(self._train_state.settings)
-        self.after_apply()
+        self.after_user_function()
 
-    def after_apply(self) -> None:
+    def after_user_function(self) -> None:
         self._num_unchecked = _COMPARED_EVERY
 
     def begin_call(self, logs_steps: bool) -> None:

@@ -61,7 +61,7 @@ class FrozenParameters(StepFeature):
         """Compute digests again, because writes to ``parameter.data`` do not count as versions."""
         self._digest_cache.clear()
 
-    after_apply = forget
+    after_user_function = forget
 
     def begin_call(self, logs_steps: bool) -> None:
         self.forget()

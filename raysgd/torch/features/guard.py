@@ -73,7 +73,7 @@ class ReplicaGuard(StepFeature):
         # If this is the state of another worker, that worker still has the problem.
         self._problem, self._is_due = "", True
 
-    def after_apply(self) -> None:
+    def after_user_function(self) -> None:
         self._is_due = self._is_new = True
 
     # ---- calls and steps
