@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
+from raysgd._internal.nested import describe
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
@@ -163,6 +164,12 @@ class DatasetSource(PartitionedSource):
         layout: StepLayout = BY_WORKERS,
         **partition_arguments: Any,
     ) -> None:
+        data = keras.utils.unpack_x_y_sample_weight(loader.element_spec)[:2]
+        if any(getattr(spec, "shape", None) == () for spec in tf.nest.flatten(data)):
+            raise ValueError(
+                f"A tf.data.Dataset must have batches, but its elements are {data}. Register "
+                "dataset.batch(n)."
+            )
         cardinality = int(loader.cardinality().numpy())
         total = cardinality if cardinality >= 0 else None
         # For validation data of unknown length, each worker counts its own batches.
@@ -269,7 +276,13 @@ class DatasetSource(PartitionedSource):
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         if len(drawn) == size and len(set(map(_num_rows, drawn))) == 1 and shares is None:
             return drawn[rank]
-        batch = drawn[0] if len(drawn) == 1 else tf.nest.map_structure(_concatenate, *drawn)
+        try:
+            batch = drawn[0] if len(drawn) == 1 else tf.nest.map_structure(_concatenate, *drawn)
+        except tf.errors.InvalidArgumentError as error:
+            raise ValueError(
+                "The workers cannot share the batches of a step, because their shapes differ: "
+                f"{[describe(batch) for batch in drawn]}. Pad all batches to the same shape."
+            ) from error
         total = _num_rows(batch)
         if not self._training and rank >= total:
             return None

@@ -253,10 +253,7 @@ def test_all_parts_of_a_compressed_file_are_read_or_an_error_names_it(
     ("name", "content", "message"),
     [
         ("data.gz", cut(gzip.compress(os.urandom(5000))), "Compressed file ended"),
-        ("data.gz", b"no archive" * 100, "Error -3"),
-        ("data.xz", cut(lzma.compress(os.urandom(5000))), "Compressed file ended"),
         ("data.tar", b"no archive" * 100, "invalid header"),
-        ("data.tgz", cut(gzip.compress(os.urandom(5000))), "Compressed file ended"),
         ("data.tar", ARCHIVE[:512] + b"\1" + ARCHIVE[513:], "cut or damaged at byte 512"),
         ("data.tar", ARCHIVE[:1024], "cut or damaged at byte 1024"),
         ("data.tar", ARCHIVE[:1200], "cut or damaged at byte 1024"),

@@ -53,11 +53,6 @@ def test_validation_counts_no_sample_twice(workers, samples, size, splits):
     assert sorted(everything) == list(range(samples))
 
 
-def test_number_of_unknown_batches_is_unknown():
-    source = DatasetSource(stream(8, 2).filter(lambda _: True), training=True, world_size=2, rank=0)
-    assert source.steps_left(0) is None
-
-
 @pytest.mark.parametrize("splits", [False, True])
 def test_parts_of_a_step_follow_the_shares(splits):
     pair = sources(2, splits=splits)
@@ -224,6 +219,14 @@ def test_different_data_have_different_fingerprints():
 def test_an_array_without_samples_is_refused(arrays):
     with pytest.raises(ValueError, match=r"no dimension\. Register arrays"):
         source(arrays)
+    features = tf.data.Dataset.from_tensors(tf.ones([2, 1]))
+    with pytest.raises(ValueError, match=r"must have batches.*Register dataset\.batch"):
+        DatasetSource(features.map(lambda x: (x, 1)), training=True, world_size=1, rank=0)
+    wide = features.concatenate(tf.data.Dataset.from_tensors(tf.ones([1, 2]))).filter(tf.is_tensor)
+    unequal = DatasetSource(wide, training=True, world_size=2, rank=0)
+    assert unequal.steps_left(0) is None
+    with pytest.raises(ValueError, match=r"shapes differ: .*\[2, 1\].*\[1, 2\]"):
+        list(unequal.batches(0, 0))
 
 
 def test_tensorflow_does_not_shard_the_data_of_a_function_again():
