@@ -107,22 +107,21 @@ class Supervision:
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
         call.log_points.begin(self._journal.progress.global_step, members)
-        request, inbox, inline = call.request, None, self._group.options.is_inline
+        request = call.request
         if call.rank is None:
             shares = self._context.share_balancer.choose_for(members)
             request = request.for_attempt(shares, self._split)
         self._split = 0
-        packed: Any = request
-        if not inline:
-            packed = pack_as(f"the arguments of {call.name}", request)
+        if self._group.options.is_inline:
+            if call.on_wait is not None or call.log_points.show is not None:
+                stack.enter_context(self._showing_progress(call))
+            return request, None
+        packed = pack_as(f"the arguments of {call.name}", request)
         self._context.check_open()
         hosts = [member.info.node_ip for member in members]
-        if call.open_inbox is not None and not inline:
-            inbox = stack.enter_context(call.open_inbox(hosts))
-        elif isinstance(call.request, LoadRequest) and not inline:
-            packed = stack.enter_context(offering(packed, hosts))
-        if inline and (call.on_wait is not None or call.log_points.show is not None):
-            stack.enter_context(self._showing_progress(call))
+        if isinstance(request, LoadRequest):
+            return stack.enter_context(offering(packed, hosts)), None
+        inbox = call.open_inbox and stack.enter_context(call.open_inbox(hosts))
         return packed, inbox
 
     def _conclude(
