@@ -103,7 +103,8 @@ class Update:
         self.index, self.is_committing = self.index + 1, False
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.optimizer_steps.requested = set()
-        self.losses.begin_micro_batch()
+        self.losses.num_earlier += self.losses.has_loss
+        self.losses.has_loss, self.losses.awaits_count = False, True
 
     @property
     def is_open(self) -> bool:
@@ -173,7 +174,7 @@ class OptimizerSteps:
         losses, self.running = self._update.losses, None
         self.have_begun = True
         self.are_skipped = not losses.divisor and (self.are_skipped or not self.done)
-        losses.end_optimizer_step()
+        losses.awaits_count = losses.awaits_count or not losses.num_earlier
         if self._update.index >= 0:
             self.done[id(optimizer)] += 1
 
@@ -253,16 +254,8 @@ class LossWeights:
         self.divisor = 1.0
         """Total or planned total of the newest losses. 0: there are no items on any worker, so
         that the next optimizer step is skipped."""
-        self._awaits_count = True  # the next loss sets the count of the micro-batch
+        self.awaits_count = True  # the next loss sets the count of the micro-batch
         self._count, self._items, self._items_so_far = _UNKNOWN, 0.0, 0.0  # up to the newest loss
-
-    def begin_micro_batch(self) -> None:
-        self.num_earlier += self.has_loss
-        self.has_loss, self._awaits_count = False, True
-
-    def end_optimizer_step(self) -> None:
-        """Allow losses with another count after the update of an optimizer."""
-        self._awaits_count = self._awaits_count or not self.num_earlier
 
     @property
     def uses_backward(self) -> bool:
@@ -294,8 +287,8 @@ class LossWeights:
             self.divisor = self.divisor or 1.0
             return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(num_workers))
         # Whether workers communicate must not depend on the numbers.
-        if self._awaits_count or (count.items is not None and is_single):
-            before = 0.0 if self._awaits_count else self.divisor
+        if self.awaits_count or (count.items is not None and is_single):
+            before = 0.0 if self.awaits_count else self.divisor
             self._add_items(count)
             # An update of one micro-batch needs no plan.
             total = planned = 0.0 if is_single else self._plan_total(num_workers, all_reduce)
@@ -325,7 +318,7 @@ class LossWeights:
             items = micro_batch.weight
         self._items = 0.0 if micro_batch.is_repeated else float(items)
         self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
-        self._awaits_count = False
+        self.awaits_count = False
 
     def _plan_total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
         plan = self._update.plan

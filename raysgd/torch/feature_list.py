@@ -23,7 +23,7 @@ class OperatorFeatures:
 
     def __init__(self, train_state: TorchTrainState) -> None:
         self.optimization = Optimization(train_state)
-        self.schedules = Schedules(train_state, self.optimization.checks.check_complete)
+        self.schedules = Schedules(train_state, self.optimization.checks)
         self.averaging = WeightAveraging(train_state)
         self.unregistered_tensors = UnregisteredTensors(train_state)
 

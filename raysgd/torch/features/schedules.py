@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import Update
+from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.train_state import TorchTrainState
 
 
 class Schedules(StepFeature):
-    def __init__(self, train_state: TorchTrainState, check_complete: Callable[[], None]) -> None:
-        self._train_state, self._check_complete = train_state, check_complete
+    def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
+        self._train_state, self._checks = train_state, checks
         self._last_epochs: list[Any] = []
         self._states: list[Any] | None = None
         self._rates: list[dict[str, Any]] = []
@@ -29,7 +29,7 @@ class Schedules(StepFeature):
         if is_skipped or not update.micro_batch.ends_step:
             return
         if update.in_last_micro_batch:
-            self._check_complete()
+            self._checks.before_commit(update)
         for scheduler in self._train_state.schedulers:
             scheduler.step()
         self._record_epochs()

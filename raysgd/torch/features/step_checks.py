@@ -54,10 +54,6 @@ class StepChecks(StepFeature):
         self._watch_gradients(self._precision.scales_loss)
 
     def before_commit(self, update: Update) -> None:
-        self.check_complete()
-
-    def check_complete(self) -> None:
-        update = self._update
         if update.losses.num_earlier and not update.optimizer_steps.done:
             self._reject("train_batch makes no update in the last batch of a group")
 

@@ -53,6 +53,7 @@ class GroupGradients(GradientExchange):
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         models = self._train_state.models
         self._dtypes = {p: p.dtype for model in models for p in model.parameters()}
+        self.use_wrappers(())
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
@@ -92,10 +93,6 @@ class UserWrappedGradients(GroupGradients):
     _wrappers: Sequence[DistributedDataParallel] = ()
     _averaged: Sequence[dict[str, bool]] = ()
     """Which parameters each wrapper averages."""
-
-    def wrap(self, **arguments: Mapping[str, Any]) -> None:
-        super().wrap()
-        self.use_wrappers(())
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)

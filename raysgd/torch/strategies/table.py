@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,18 +46,10 @@ class Strategy(NamedTuple):
     """Whether parameters stay on their device, because each worker moves only its rows."""
 
 
-def _fully_sharded_model(
-    train_state: TorchTrainState, sharding_args: Mapping[str, Any]
-) -> Replication:
-    from raysgd.torch.strategies.fully_sharded import FullyShardedModel  # imports for a second
+def _fully_sharded() -> ModuleType:
+    from raysgd.torch.strategies import fully_sharded  # imports for a second
 
-    return FullyShardedModel(train_state, sharding_args)
-
-
-def _fully_sharded_gradients(train_state: TorchTrainState) -> GradientExchange:
-    from raysgd.torch.strategies.fully_sharded import FullyShardedGradients
-
-    return FullyShardedGradients(train_state)
+    return fully_sharded
 
 
 STRATEGIES = {
@@ -67,8 +60,8 @@ STRATEGIES = {
     "replicated": Strategy(ReplicatedGradients),
     "optimizer": Strategy(ReplicatedGradients, ShardedOptimizers, ("copies",), check_shardable),
     "full": Strategy(
-        _fully_sharded_gradients,
-        _fully_sharded_model,
+        lambda train_state: _fully_sharded().FullyShardedGradients(train_state),
+        lambda *arguments: _fully_sharded().FullyShardedModel(*arguments),
         sharding_args=("copies", "wrap"),
         check=check_fully_shardable,
         keeps_parameters=True,
