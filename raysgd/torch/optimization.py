@@ -146,7 +146,8 @@ class Optimization(StepFeature):
             self._after_optimizer_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
         if update.losses.num_earlier:
-            self._accumulated.release(parameters_of(optimizer))
+            for parameter in parameters_of(optimizer):
+                self._accumulated.restored.pop(parameter, None)
         return True
 
     def _before_optimizer_step(
@@ -190,7 +191,7 @@ class Optimization(StepFeature):
     # ---- the end of an update
 
     def commit(self, update: Update) -> None:
-        self._accumulated.clear()
+        self._accumulated = AccumulatedGradients()
         has_several = len(self._train_state.optimizers) > 1
         if has_several and update.losses.uses_backward and update.optimizer_steps.done:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
@@ -198,7 +199,7 @@ class Optimization(StepFeature):
             self._zero_gradients()
 
     def roll_back(self, update: Update) -> None:
-        self._accumulated.clear()
+        self._accumulated = AccumulatedGradients()
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:
@@ -243,14 +244,6 @@ class AccumulatedGradients:
                     "zero_grad() between two losses of a batch removed accumulated gradients. Call "
                     "zero_grad() before the first self.backward(loss) of the batch, or not at all."
                 )
-
-    def release(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        for parameter in parameters:
-            self.restored.pop(parameter, None)
-
-    def clear(self) -> None:
-        self._aside.clear()
-        self.restored.clear()
 
 
 def _zero_gradients_of(loss: torch.Tensor) -> None:
