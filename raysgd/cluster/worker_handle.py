@@ -82,7 +82,7 @@ class WorkerHandle(ABC):
         """Send a signal to the worker's process. Return False if the process is gone."""
         raise RuntimeError(f"{self.name}: this worker has no process of its own.")
 
-    def is_stopped(self) -> Future[bool]:
+    def ask_if_stopped(self) -> Future[bool]:
         """Ask the worker's node whether the process is stopped, for example by SIGSTOP."""
         running: Future[bool] = Future()
         running.set_result(False)
@@ -205,7 +205,7 @@ class ActorHandle(WorkerHandle):
             return False
         return True
 
-    def is_stopped(self) -> Future[bool]:
+    def ask_if_stopped(self) -> Future[bool]:
         return self._on_node(_is_stopped)
 
     def _on_node(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -195,7 +195,7 @@ class Commands:
         """Return the workers to declare lost: stopped ones, and all of them after `timeout_s`."""
         why = f"no answer within {waited_s:.0f} s"
         if waited_s < self._timeout_s:
-            states = {member: member.is_stopped() for member in silent}
+            states = {member: member.ask_if_stopped() for member in silent}
             self._clock.wait(states.values(), _SILENCE_S)
             stopped = [member for member, is_stopped in results_of(states).items() if is_stopped]
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))

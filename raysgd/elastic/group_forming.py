@@ -67,7 +67,7 @@ class GroupForming:
         leader, staying = choose_members({m: answers[m] for m in self._group.members}, leaving)
         self._journal.progress = progress = answers[leader]
         # Without a snapshot, remote workers start again from `setup`.
-        can_restart = self._context.snapshots.has_snapshot or not self._group.options.is_inline
+        can_restart = self._context.snapshots.receive() or not self._group.options.is_inline
         can_restart = can_restart and not self._context.call.replaces_state
         if progress.holdings.condition == "damaged" and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"

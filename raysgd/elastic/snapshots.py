@@ -140,8 +140,8 @@ class SnapshotKeeper:
                 self._warn_of_disk(error)
         return []
 
-    @property
-    def has_snapshot(self) -> bool:
+    def receive(self) -> bool:
+        """Store a snapshot that has arrived. Return whether there is a state to load."""
         self._receive()
         return bool(self._shards)
 

@@ -224,7 +224,7 @@ class Loop:
         if not segment.was_read:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.has_paused:
-            self._check_empty_segment(segment, source, limit, request.until_epoch or 0)
+            self._handle_empty_segment(segment, source, limit, request.until_epoch or 0)
         train_state.end_segment()
         call.keeps_modes, self.step_s = segment.has_paused, segment.step_s
         # If the loop returns before its iterator ends, the epoch is over too.
@@ -298,7 +298,7 @@ class Loop:
             self.call_progress.add(segment.start_step, self.train_state.meters.summary())
         self.train_state.end_segment()
 
-    def _check_empty_segment(
+    def _handle_empty_segment(
         self, segment: StepIterator, source: BatchSource, limit: int | None, until_epoch: int
     ) -> None:
         """Handle a segment without a step.

@@ -79,7 +79,7 @@ class KerasTrainState(TrainState):
             for optimizer, models in zip(self.optimizers, groups, strict=True)
         ]
 
-    def check_masks(self, masks: Any) -> None:
+    def warn_of_masks(self, masks: Any) -> None:
         if any(mask is not None for mask in tf.nest.flatten(masks)):
             self.warn_of_loss("The model masks its output, and Keras losses skip masked steps.")
 

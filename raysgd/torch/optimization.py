@@ -97,7 +97,7 @@ class Optimization(StepFeature):
         if not train_state.data.knows_sizes:
             count = count.with_samples()
             if count.items is None and not count.is_sum:
-                self.checks.check_size()
+                self.checks.warn_of_dropped_samples()
         self.checks.before_backward(count)
         copies = len(self._train_state.optimizers) > 1
         self._accumulated.restore(is_first=not update.losses.has_loss, copies=copies)

@@ -115,7 +115,7 @@ class FitLoop:
             self.running, self._num_validated = options, self.num_completed
             try:
                 if options.validate_every and self.num_completed < options.num_epochs:
-                    self._check_validation()
+                    self._try_validation()
                 history = self._train_epochs(trainer)
             finally:
                 self._set_due_validation(self.lacks_validation)
@@ -253,7 +253,7 @@ class FitLoop:
 
     # ---- checks
 
-    def _check_validation(self) -> None:
+    def _try_validation(self) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
         if self.has_validated or self.lacks_validation or self.stop_reason is not None:
             return

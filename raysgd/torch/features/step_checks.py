@@ -109,7 +109,7 @@ class StepChecks(StepFeature):
             "mean over other items than samples, call self.backward(loss, num_samples=count).",
         )
 
-    def check_size(self) -> None:
+    def warn_of_dropped_samples(self) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
         train_state, segment = self._train_state, self._train_state.step_iterator
         has_weight = train_state.exchange.num_workers > 1 or not self._update.has_one_micro_batch

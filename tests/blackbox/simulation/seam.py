@@ -333,7 +333,7 @@ class SimMember(WorkerHandle):
                 future.set_result(getattr(self, f"_{method.__name__}")(*arguments))
         self.go_on()
 
-    def is_stopped(self):
+    def ask_if_stopped(self):
         answer = Future()
         answer.set_result(self.silent and not self.holds_gil)
         return answer

@@ -122,9 +122,9 @@ def test_only_a_stopped_process_counts_as_stopped(member, monkeypatch):
     monkeypatch.setattr(members, "_is_here", lambda info: True)
     with subprocess.Popen(["sleep", "60"]) as process:
         member.info = WorkerInfo(node_id="a", node_ip="10.0.0.7", pid=process.pid)
-        assert not member.is_stopped().result(10)
+        assert not member.ask_if_stopped().result(10)
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: member.is_stopped().result(10))
+        wait_until(lambda: member.ask_if_stopped().result(10))
         process.kill()
 
 

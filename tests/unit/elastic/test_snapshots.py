@@ -144,7 +144,7 @@ class LargeMember(FakeMember):
 
 def fetch_all(keeper, member, step):
     keeper.fetch_newer({member: at(step)})
-    wait_until(lambda: (keeper.has_snapshot, keeper._requested)[1] is None)
+    wait_until(lambda: (keeper.receive(), keeper._requested)[1] is None)
 
 
 def test_the_driver_stores_large_states_in_a_file_without_a_name(keeper, tmp_path, monkeypatch):
@@ -214,10 +214,10 @@ class Unreadable:
 
 def test_a_snapshot_is_not_read_to_know_that_it_exists(keeper):
     member = FakeMember()
-    assert not keeper.has_snapshot
+    assert not keeper.receive()
     keeper.fetch_newer({member: at(5)})
     member.send(Unreadable())
-    assert keeper.has_snapshot
+    assert keeper.receive()
     with pytest.raises(ValueError, match="read only for a restart"):
         keeper.load()
 
@@ -231,7 +231,7 @@ def test_a_missed_answer_of_rank_0_does_not_repeat_a_snapshot():
         {first: at(5), second: at(None)},
     ):
         keeper.fetch_newer(answers)
-        if not keeper.has_snapshot:
+        if not keeper.receive():
             first.send({"step": 5})
     assert len(first.asked) == 1
 
