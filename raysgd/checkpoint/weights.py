@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 from raysgd._internal.imports import import_extra
 from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.checkpoint.location import Location
+from raysgd.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,13 @@ def _of_modules(
     metadata = {"format": "pt"}
     kept = ((n, tensor) for n, tensor in module.state_dict().items() if n not in left_out)
     for name, tensor in kept:
+        is_tensor = isinstance(tensor, torch.Tensor) and not tensor.is_quantized
+        if not is_tensor or tensor.dtype is torch.complex128:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise CheckpointError(
+                f"save_model() cannot write {name} of the model: safetensors has no {kind}. Save "
+                "trainer.get_model().state_dict() with torch.save."
+            )
         bits = tensor.is_conj(), tensor.is_neg()  # which the memory lacks
         identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *bits)
         if tensor.numel() and (first := names.setdefault(identity, name)) != name:

@@ -26,6 +26,7 @@ _MAX_ITEMS = 1000
 _MAX_REFERENCES = 100_000
 """Maximum number of objects of an attribute that are searched for loaders."""
 
+_OF_SCHEDULER = ("step", "state_dict", "load_state_dict")
 _SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
 _INSTEAD = {
     "RecursiveScriptModule": _SCRIPTED,
@@ -43,12 +44,13 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def as_registered(name: str, argument: Any, kind: type | None) -> list[Any]:
-    """Return the arguments as a list. Without a `kind`, each must have a method ``step``."""
+    """Return the arguments as a list. Without a `kind`, each must have a scheduler's methods."""
     members = as_list(argument)
     for member in members:
-        fits = isinstance(member, kind) if kind else hasattr(member, "step")
+        fits = isinstance(member, kind) if kind else all(hasattr(member, m) for m in _OF_SCHEDULER)
         if not fits:
-            expected = f"a torch {kind.__name__}" if kind else "a learning rate scheduler"
+            methods = f"a scheduler with the methods {', '.join(_OF_SCHEDULER)}"
+            expected = f"a torch {kind.__name__}" if kind else methods
             raise TypeError(
                 f"register({name}=...) got {repr(member)[:200]}. Pass {expected}, or a list."
             )

@@ -84,8 +84,10 @@ class UnregisteredTensors(StepFeature):
         named_values = [*attributes_of(self._operator)]
         for optimizer in self._train_state.optimizers:
             kind = type(optimizer)
-            is_own = kind.state_dict is not torch.optim.Optimizer.state_dict
-            if is_own or kind.__module__.startswith("torch.optim."):
+            has_own = kind.state_dict is not torch.optim.Optimizer.state_dict
+            if kind.__module__.startswith("torch.optim.") or has_own:
+                continue
+            if len(optimizer.state_dict()) > 2:  # a hook adds to state and param_groups
                 continue
             for key, value in vars(optimizer).items():
                 name = f"{kind.__name__}.{key}"

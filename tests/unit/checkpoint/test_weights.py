@@ -70,10 +70,17 @@ def test_views_of_the_same_memory_are_written_apart(tmp_path):
     assert all(torch.equal(tensors[name], view) for name, view in views.items())
 
 
-def test_a_tensor_that_the_format_does_not_know_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.eye(3).to_sparse(), r"Cannot save to .*model\.safetensors"),
+        (torch.ones(1, dtype=torch.complex128), "write odd of the model: .* no torch.complex128"),
+    ],
+)
+def test_a_tensor_that_the_format_does_not_know_is_an_error(tmp_path, value, said):
     model = torch.nn.Module()
-    model.register_buffer("sparse", torch.eye(3).to_sparse())
-    with pytest.raises(CheckpointError, match=r"Cannot save to .*model\.safetensors"):
+    model.register_buffer("odd", value)
+    with pytest.raises(CheckpointError, match=said):
         save_model(model, tmp_path / "model.safetensors")
     assert os.listdir(tmp_path) == []
 
