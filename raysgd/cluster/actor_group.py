@@ -33,7 +33,7 @@ class ActorGroup:
         self.clock = clock or Clock()
         self.members: list[WorkerHandle] = []
         self.notices = PreemptionNotices(self.clock)
-        self._extra: list[Slot] = []  # slots requested for workers that may soon be lost
+        self._spare_slots: list[Slot] = []  # slots requested for workers that may soon be lost
         self._reservation: Reservation | None = None
         self._local: LocalSlot | None = None
         self._slots: dict[WorkerHandle, AnySlot] = {}
@@ -138,29 +138,29 @@ class ActorGroup:
         if (reservation := self._reservation) is not None:
             num_before = len(reservation.slots)
             reservation.drop_lost(taken)
-            going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
-            going = [slot for slot in going if slot.node_id in (None, *nodes)]
+            leaving = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
+            leaving = [slot for slot in leaving if slot.node_id in (None, *nodes)]
             # Request missing slots also during a start, because lost resources may never return.
             if request or len(reservation.slots) < num_before:
-                self._request_missing(reservation, going)
-            slots += [slot for slot in reservation.slots if slot not in going]
+                self._request_missing(reservation, leaving)
+            slots += [slot for slot in reservation.slots if slot not in leaving]
         return [slot for slot in slots if slot not in taken]
 
-    def _request_missing(self, reservation: Reservation, going: list[Slot]) -> None:
+    def _request_missing(self, reservation: Reservation, leaving: list[Slot]) -> None:
         """Request slots for missing workers, and spare ones for slots that may soon be lost."""
         num_workers = self.options.num_workers - (self._local is not None)
-        num_unsure = len(going) + len(self.leaving())
+        num_unsure = len(leaving) + len(self.leaving())
         while len(reservation.slots) < num_workers + num_unsure:
             slot = reservation.request_slot(self.options.bundle)
             if slot is None:
                 break
             if len(reservation.slots) > num_workers:
-                self._extra.append(slot)
+                self._spare_slots.append(slot)
 
     def cancel_extra_requests(self) -> None:
         """Remove unneeded requests before the autoscaler starts nodes for them."""
         taken = list(self._slots.values())
-        extra, self._extra = [slot for slot in self._extra if slot not in taken], []
+        extra, self._spare_slots = [slot for slot in self._spare_slots if slot not in taken], []
         if extra and self._reservation is not None:
             self._reservation.drop_pending(extra)
 
@@ -173,7 +173,7 @@ class ActorGroup:
             return "all workers are in the driver's process"
         from raysgd.cluster import placement
 
-        return placement.demand(self.options.bundle)
+        return placement.describe_demand(self.options.bundle)
 
     def discard(self, member: WorkerHandle) -> None:
         """Stop a worker and free its slot."""
@@ -221,7 +221,7 @@ class ActorGroup:
         finally:  # also if Ctrl-C ends the wait
             self.members = []
             self._slots.clear()
-            self._extra.clear()
+            self._spare_slots.clear()
             for member in everyone:
                 answer = leaving.get(member)
                 if answer and not (answer.done() and not answer.exception() and answer.result()):

@@ -237,7 +237,7 @@ def _request_group(
                 return None
             if now - mentioned >= (SETTLE_S if mentioned == started else _LOG_EVERY_S):
                 mentioned = now
-                what = demand(bundles[0], len(bundles))
+                what = describe_demand(bundles[0], len(bundles))
                 left_s = timeout_s - (now - started)
                 logger.warning("Waiting up to %.0f s for %s %s", left_s, what, _ADVICE)
             time.sleep(POLL_S)
@@ -250,7 +250,7 @@ def _request_group(
 def _no_room(
     when: str, bundle: Mapping[str, float], min_workers: int, num_workers: int
 ) -> InsufficientResourcesError:
-    parts = [f"No room {when}for {demand(bundle, min_workers)}"]
+    parts = [f"No room {when}for {describe_demand(bundle, min_workers)}"]
     if min_workers < num_workers:
         parts.append(f"Training can start with that many of up to {_plural(num_workers)}.")
     parts.append(
@@ -302,7 +302,7 @@ def _subtract(
     return unused
 
 
-def demand(bundle: Mapping[str, float], size: int = 1) -> str:
+def describe_demand(bundle: Mapping[str, float], size: int = 1) -> str:
     return (
         f"{_plural(size)} with {_format(bundle)} each: the cluster has "
         f"{_format(ray.cluster_resources(), bundle)}, of which "

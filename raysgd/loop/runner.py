@@ -109,7 +109,7 @@ class OperatorRunner(Runner, ABC):
             size = settings.requested_batch // self._options.layout.num_current_parts(number)
             self.operator.config[BATCH_SIZE] = settings.config_batch = size
 
-    def host(self, operator: Any, saved_state: SavedState) -> None:
+    def start_operator(self, operator: Any, saved_state: SavedState) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
         self._loop = Loop(operator, saved_state, self.control)
         train_state = self._train_state

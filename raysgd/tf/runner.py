@@ -57,7 +57,7 @@ class TFRunner(OperatorRunner):
         operator_cls, config, arguments = self._worker_arguments(context)
         operator = build_operator(operator_cls, config, TFSettings(**arguments))
         self.generators = KerasRandomGenerators(operator)
-        self.host(operator, KerasSavedState(operator._train_state))
+        self.start_operator(operator, KerasSavedState(operator._train_state))
 
     # ---- answers to requests
 

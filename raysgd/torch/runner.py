@@ -70,7 +70,7 @@ class TorchRunner(OperatorRunner):
         device = _device(bool(self._options.use_gpu), context)
         settings = OperatorSettings(device=device, **arguments)
         operator = build_operator(operator_cls, config, settings)
-        self.host(operator, TorchSavedState(operator._train_state))
+        self.start_operator(operator, TorchSavedState(operator._train_state))
 
     def teardown(self) -> None:
         super().teardown()
