@@ -73,6 +73,7 @@ class Progress:
     num_batches: int = 0  # batches finished in the current call or epoch, whichever began last
     total_batches: int | None = None  # None if unknown
     num_samples: int = 0  # samples finished in the current call or epoch
+    epoch_samples: int = 0  # samples of an epoch of training, or 0 if unknown
     step_s: float = 0.0  # mean seconds per step, or 0 if unknown
     samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
     snapshot_step: int | None = None  # committed steps in the newest snapshot of this worker

@@ -33,6 +33,8 @@ class LastCall(NamedTuple):
     """Duration of the call in seconds, without the time in callbacks."""
     speed: Mapping[str, Sequence[float]] = {}
     """Mean seconds per step by rank for each phase (``data_s``, ...), and ``samples_per_s``."""
+    epoch_samples: int = 0
+    """Samples of an epoch of training, of which lost workers report none; 0 if unknown."""
     is_complete: bool = True
     """For ``validate``: whether the metrics are of the whole loader."""
 

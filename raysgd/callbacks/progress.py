@@ -242,4 +242,5 @@ def _describe_samples(trainer: Trainer, metrics: Mapping[str, Any]) -> str:
         event.kind == "lost" and event.time > call.time - call.seconds for event in trainer.events
     ):
         return ""
-    return f" ({number:.0f} samples measured, all trained)"
+    total = f"of {call.epoch_samples} " if call.epoch_samples > number else ""
+    return f" ({number:.0f} {total}samples measured, all trained)"

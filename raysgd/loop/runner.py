@@ -155,7 +155,7 @@ class OperatorRunner(Runner, ABC):
         running, features = segment or self._loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
-        began_at = self._loop.call_progress.state.began_at
+        source, began_at = self._loop.source, self._loop.call_progress.state.began_at
         num_copies = train_state.context.world_size if is_merged else 1
         return Progress(
             epoch=train_state.epoch,
@@ -165,6 +165,7 @@ class OperatorRunner(Runner, ABC):
             num_batches=0 if running is None else running.num_finished_steps,
             total_batches=None if running is None else running.total_steps,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
+            epoch_samples=0 if source is None else source.epoch_samples,
             step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
             snapshot_step=self._loop.snapshots.newest_step,

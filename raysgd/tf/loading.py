@@ -153,7 +153,9 @@ class DatasetSource(PartitionedSource):
 
     knows_sizes = False
     is_compared = False  # with the data of other workers
-    global_batch_size = None  # the partition counts batches, not samples
+    # The partition counts batches, not samples.
+    global_batch_size = None
+    epoch_samples = 0
 
     def __init__(
         self,

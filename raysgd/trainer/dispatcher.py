@@ -190,7 +190,10 @@ class Dispatcher:
         completed = controller.progress.epoch > goal.progress_before.epoch
         results += [outcome.value() for outcome in call.departed_results]
         merged = self._merge(results)
-        last_call = LastCall("train", ended, seconds, controller.speed.end_lap("train"))
+        num_samples = controller.progress.epoch_samples
+        last_call = LastCall(
+            "train", ended, seconds, controller.speed.end_lap("train"), num_samples
+        )
         return CallResult(results, merged, completed, last_call)
 
     def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:

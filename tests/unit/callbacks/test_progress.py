@@ -233,13 +233,13 @@ def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns,
 
 
 @pytest.mark.parametrize(
-    ("lost_at", "said"), [(99, ""), (105, " (380 samples measured, all trained)")]
+    ("lost_at", "said"), [(99, ""), (105, " (380 of 600 samples measured, all trained)")]
 )
 def test_line_of_an_epoch_says_what_lost_workers_did_not_measure(terminal, lost_at, said):
     lines, trainer = EpochLines(), FakeTrainer()
     trainer.num_epochs = 8
     trainer.events = [Event(kind="lost", generation=0, ranks=(1,), time=lost_at)]
-    trainer.last_call = LastCall("train", 110.0, 10.0)
+    trainer.last_call = LastCall("train", 110.0, 10.0, epoch_samples=600)
     lines.on_epoch_end(trainer, {"train_loss": 1.289, "num_samples": 380})
     lines.on_result(trainer, trainer.last_call, {"train_loss": 1.289, "num_samples": 9})
     assert terminal.getvalue() == f"epoch 1/8  train_loss 1.289{said}  10.0 s\n"
