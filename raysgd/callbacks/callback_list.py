@@ -23,6 +23,11 @@ from raysgd.errors import CallbackError
 logger = logging.getLogger(__name__)
 
 
+_SHARED = "{} save into {}, and would remove checkpoints of each other. Give each its own folder."
+_SAVING: dict[str, CallbackList] = {}
+"""Folders of checkpoints, with the callbacks of the trainer whose call saves into it."""
+
+
 @dataclass(eq=False)
 class _AttachedCallback:
     callback: Callback
@@ -118,22 +123,32 @@ class CallbackList:
         """Surround a call of the trainer: start callbacks, and report and raise errors.
 
         An inner call, such as ``train()`` in ``fit()``, leaves ``on_exception`` to the outer one.
+
+        Raises:
+            ValueError: if a trainer in another thread saves into the same folder meanwhile.
         """
-        self._depth += 1
-        try:
-            if self._depth == 1:
-                self._start(trainer)
-                self.raise_failure()
-            yield
-            if not self.running_hooks:  # otherwise the outer call raises it
-                self.raise_failure()
-        except BaseException as error:
-            if self._depth == 1:
-                self.call_hook("on_exception", trainer, error)
-                self._failure = None
-            raise
-        finally:
-            self._depth -= 1
+        with contextlib.ExitStack() as ending:
+            for callback in () if self._depth else self:
+                if isinstance(callback, CheckpointCallback):
+                    folder = os.path.realpath(callback.folder_in(trainer.logdir).name)
+                    if _SAVING.setdefault(folder, self) is not self:
+                        raise ValueError(_SHARED.format("Two trainers", folder))
+                    ending.callback(_SAVING.pop, folder, None)
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    self._start(trainer)
+                    self.raise_failure()
+                yield
+                if not self.running_hooks:  # otherwise the outer call raises it
+                    self.raise_failure()
+            except BaseException as error:
+                if self._depth == 1:
+                    self.call_hook("on_exception", trainer, error)
+                    self._failure = None
+                raise
+            finally:
+                self._depth -= 1
 
     # ---- hooks
 
@@ -309,10 +324,7 @@ def as_callbacks(
     saving = [each for each in (*attached, *checked) if isinstance(each, CheckpointCallback)]
     folders = [each.folder_in(logdir) for each in saving]
     if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
-        raise ValueError(
-            f"{caller}: two CheckpointCallbacks save into {folders[-1].label}, and would remove "
-            "checkpoints of each other. Give each its own folder."
-        )
+        raise ValueError(_SHARED.format(f"{caller}: two CheckpointCallbacks", folders[-1].label))
     return checked
 
 

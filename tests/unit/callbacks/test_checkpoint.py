@@ -251,6 +251,20 @@ def test_two_callbacks_cannot_save_into_one_folder(make_trainer, tmp_path):
     trainer = make_trainer(callbacks=both[:1], logdir=tmp_path)
     with pytest.raises(ValueError, match="own folder"):
         trainer.fit(1, callbacks=both[1:])
+    other = make_trainer(callbacks=both[1:])  # as in another thread
+    trainer.fit(1, callbacks=[Calling(other.train)])
+    other.train()
+
+
+class Calling(Callback):
+    def __init__(self, call):
+        self._call = call
+
+    def on_epoch_end(self, trainer, metrics):
+        with pytest.raises(
+            ValueError, match=r"Two trainers save into .*checkpoints, .* own folder"
+        ):
+            self._call()
 
 
 def test_the_end_by_max_steps_is_saved_once(make_trainer, tmp_path):
