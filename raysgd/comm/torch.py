@@ -19,7 +19,7 @@ from raysgd._internal.config import env_seconds
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derive_key
-from raysgd.comm.gloo import GlooGroup
+from raysgd.comm.gloo import Connector, GlooGroup
 from raysgd.comm.mesh import Mesh
 from raysgd.comm.network import (
     LOOPBACK,
@@ -33,8 +33,8 @@ from raysgd.comm.network import (
 from raysgd.comm.rendezvous import StoreClient, StoreServer
 
 _CONNECT = datetime.timedelta(seconds=10)
-"""Timeout of connecting to workers that are all present. If a worker dies in this moment, gloo
-waits five times as long, and `interrupt` cannot end the wait."""
+"""Timeout of connecting to workers that are all present. If a worker dies meanwhile, the gloo group
+of NCCL waits five times as long."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)  # ``TCPStore`` first resolves its address
 _MAX_MESHED = 16  # with more workers, gloo is faster than a mesh
 _LINKS_EVERY_S, _MIN_BYTES = 3.0, 2**16
@@ -112,7 +112,7 @@ class TorchProcessGroup(CollectiveBackend):
     def _reset(self) -> None:
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
-        self._is_set_up = False
+        self._connector: Connector | None = None
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
         self._has_set_interface = False
@@ -149,7 +149,7 @@ class TorchProcessGroup(CollectiveBackend):
             )
         if self._prepare_process is not None:
             self._prepare_process(context, rendezvous)
-        self._is_set_up = True
+        connector = self._connector = Connector()
         driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             own_address = worker_address(driver_host, context.node_ip)
@@ -166,15 +166,15 @@ class TorchProcessGroup(CollectiveBackend):
         before = listeners()
         # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
-        rank, size = context.world_rank, context.world_size
-        timeout = min(self._timeout, _CONNECT)
+        ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
             mesh = self._mesh if all(mesh_addresses) else None
             if mesh is not None:  # its errors name missing ranks
                 mesh.connect(mesh_addresses)
-            self._group = GlooGroup.init(store, rank, size, timeout)
+            self._group = GlooGroup.init(store, *ranks, connector)
             self._group.mesh = mesh
         else:
+            rank, size, timeout = ranks
             # In PyTorch 2.15, "nccl" is another implementation, which connects here and not in its
             # first collective. Then `interrupt` could not end the wait for a lost worker.
             nccl = "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
@@ -200,7 +200,7 @@ class TorchProcessGroup(CollectiveBackend):
             ends = {endpoint.local, endpoint.remote}
             if endpoint.remote is not None and not self._listening.isdisjoint(ends):
                 endpoint.shut_down()
-        for waiting in (self._client, self._mesh, self._group):
+        for waiting in (self._client, self._connector, self._mesh, self._group):
             if waiting is not None:
                 waiting.interrupt()
         if self._name == "nccl" and dist.is_initialized():
@@ -241,7 +241,8 @@ class TorchProcessGroup(CollectiveBackend):
             self._mesh.close()
         if self._group is not None:
             self._group.release()
-        if self._is_set_up and dist.is_initialized():  # otherwise user code has created the group
+        # Without a connector, user code has created the group.
+        if self._connector is not None and dist.is_initialized():
             dist.destroy_process_group()
         self._reset()
 
