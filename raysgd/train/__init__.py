@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from raysgd._internal.imports import lazy_names
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
-from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.checkpoint import Checkpoint, CheckpointConfig, CheckpointStrategy
+from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import Backend, BackendConfig
 from raysgd.train.result import Result

@@ -34,15 +34,15 @@ def load_checkpoint_from_path(checkpoint_file_path: str | os.PathLike[str]) -> d
 
 
 @dataclass
-class CheckpointStrategy:
+class CheckpointConfig:
     """Which checkpoints of a run stay on disk."""
 
     num_to_keep: int | None = None
     """Number of the best checkpoints to keep. None keeps all, 0 writes none. During the run, the
     newest checkpoint is kept in addition, because a restart needs it."""
-    checkpoint_score_attribute: str | None = "_timestamp"
+    checkpoint_score_attribute: str | None = None
     """Name of the number that rates a checkpoint, in the checkpoint or else in its report. NaN is
-    the worst rating. A checkpoint without this number raises ValueError."""
+    the worst rating. A checkpoint without this number raises ValueError. None: newer is better."""
     checkpoint_score_order: Literal["max", "min"] = "max"
     """Whether larger or smaller numbers are better."""
 
@@ -51,6 +51,9 @@ class CheckpointStrategy:
         if self.num_to_keep is not None:
             as_int(name, "num_to_keep", self.num_to_keep, 0)
         check_choice(name, "checkpoint_score_order", order, ("max", "min"))
+
+
+CheckpointStrategy = CheckpointConfig  # older name
 
 
 class Checkpoint:

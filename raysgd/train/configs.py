@@ -15,7 +15,7 @@ from raysgd._internal.arguments import as_int
 from raysgd._internal.paths import as_path
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.checkpoint import CheckpointConfig
 
 
 @dataclass
@@ -40,13 +40,6 @@ class FailureConfig:
     """How often a run may lose workers; -1: no limit. An error in the function is not retried."""
     elastic: ElasticConfig | None = None
     """How to wait for resources after a loss; None for the defaults."""
-
-
-@dataclass
-class CheckpointConfig(CheckpointStrategy):
-    """Which checkpoints stay on disk. Without a score attribute, newer checkpoints are better."""
-
-    checkpoint_score_attribute: str | None = None
 
 
 @dataclass

@@ -4,11 +4,7 @@ import pytest
 import ray.train
 
 from raysgd import train
-from raysgd.train import (
-    CheckpointConfig,
-    CheckpointStrategy,
-    FailureConfig,
-)
+from raysgd.train import CheckpointConfig, FailureConfig
 from raysgd.train.configs import as_run_config, as_scaling_config
 
 
@@ -24,7 +20,6 @@ def test_configs_of_raysgd_and_of_ray_are_taken(module):
     )
     assert (config.name, config.failure_config) == ("mine", FailureConfig(3))
     assert config.checkpoint_config == CheckpointConfig(**checkpoint)
-    assert isinstance(config.checkpoint_config, CheckpointStrategy)
     config = module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3})
     scaling = as_scaling_config(config)
     assert (scaling.num_workers, scaling.resources_per_worker) == (2, {"CPU": 3})
