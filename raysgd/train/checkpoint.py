@@ -40,7 +40,7 @@ class CheckpointConfig:
     num_to_keep: int | None = None
     """Number of the best checkpoints to keep. None keeps all, 0 writes none. During the run, the
     newest checkpoint is kept in addition, because a restart needs it."""
-    checkpoint_score_attribute: str | None = None
+    checkpoint_score_attribute: str | None = "_timestamp"
     """Name of the number that rates a checkpoint, in the checkpoint or else in its report. NaN is
     the worst rating. A checkpoint without this number raises ValueError. None: newer is better."""
     checkpoint_score_order: Literal["max", "min"] = "max"
