@@ -189,11 +189,6 @@ class Controller:
                 self.journal.progress = self.snapshots.rescue(context.commands) or self.progress
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
-            case Do.SAVE_STATE:
-                self._supervision.attempt = None  # of an earlier attempt
-                context.preemption.must_save = False
-                context.call.must_save_soon = True
-                self.journal.progress = self.snapshots.rescue(context.commands) or self.progress
             case Do.INTERRUPT:
                 self.journal.progress = self._supervision.interrupt() or self.progress
             case Do.COLLECT_DEPARTING:

@@ -176,7 +176,6 @@ class Do(Enum):
     SURVEY = "let the components act, and count the members, those that join, and those that leave"
     AWAIT_WORKERS = "wait until enough workers are ready"
     REJOIN = "wait for workers that are still busy, and form the next generation"
-    SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
     INTERRUPT = "interrupt the workers after an exception on the driver"
     RESCUE_STATE = "replace the snapshot with the state of the workers"
     CHECK_SNAPSHOT = "look whether new workers would have a state"
@@ -196,7 +195,7 @@ class RunCall:
     """Send the call to the workers, and wait for its end."""
 
     begins: bool
-    """Whether to set the goal of the call: in the first attempt, and after `Do.SAVE_STATE`."""
+    """Whether to set the goal of the call: in the first attempt, and if callbacks save soon."""
     is_replay: bool
     """Whether to run the call that repeats steps lost with all workers."""
 
@@ -293,7 +292,7 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
         if event.num_leaving or policy.rescues_state:
             return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
         return _restart(budget)
-    save = [Do.SAVE_STATE] if event.must_save else []
+    save = [Do.RESCUE_STATE] if event.must_save else []
     begins = not event.must_replay and (event.must_save or not budget.has_begun)
     has_begun = begins or (budget.has_begun and not event.must_save)
     running = Running(replace(budget, has_begun=has_begun))

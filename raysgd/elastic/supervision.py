@@ -94,10 +94,12 @@ class Supervision:
         return self._conclude(call, action, attempt, polled)
 
     def _choose_call(self, action: RunCall) -> Call:
+        call, preemption = self._context.call, self._context.preemption
+        if preemption.must_save and call.can_pause:
+            preemption.must_save, call.must_save_soon = False, True
         if action.is_replay:
             assert self._replay is not None
             return self._replay
-        call = self._context.call
         if action.begins:
             call.on_begin(call, leaders_progress([self._journal.progress, self.progress_before]))
         return call

@@ -160,11 +160,10 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
         if isinstance(event, state_machine.CallRequested | state_machine.StartRequested):
             has_begun = False
         for action in actions:
-            if action is Do.SAVE_STATE:
-                has_begun = False
-            elif key(action) is state_machine.RunCall and not action.is_replay:
-                assert action.begins != has_begun
-                has_begun = True
+            if key(action) is state_machine.RunCall:
+                has_begun = has_begun and not event.must_save
+                assert action.begins == (not has_begun and not action.is_replay)
+                has_begun = has_begun or action.begins
         assert after.budget.has_begun == has_begun
 
 
