@@ -456,13 +456,7 @@ class TrainingOperator(OperatorBase):
         serialize_data_creation: bool = True,
     ) -> type[Any]:
         """Return an operator class made of creator functions, see :class:`CreatorOperator`."""
-        creators = {
-            "model_creator": model_creator,
-            "optimizer_creator": optimizer_creator,
-            "data_creator": data_creator,
-            "loss_creator": loss_creator,
-            "scheduler_creator": scheduler_creator,
-        }
+        creators = {k: value for k, value in locals().items() if k.endswith("_creator")}
         is_known = cls in (TrainingOperator, CreatorOperator)
         bases = (CreatorOperator,) if is_known else (cls, CreatorOperator)
         required = ("model_creator", "optimizer_creator")

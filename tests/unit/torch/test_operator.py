@@ -263,11 +263,8 @@ def test_properties_of_an_operator():
     assert operator.config == {"a": 1}
     assert operator.scheduler_step_freq == "batch"
     assert operator.use_tqdm
-    assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == (
-        True,
-        True,
-        False,
-    )
+    flags = operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex
+    assert flags == (True, True, False)
     assert operator.global_step == 0
     assert not operator.use_gpu
     assert operator.device_ids is None
