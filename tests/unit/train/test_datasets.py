@@ -73,7 +73,7 @@ def test_fit_reads_data_sets_before_it_starts_workers(monkeypatch, tmp_path):
 
     config = RunConfig(storage_path=str(tmp_path))
     trainer = DataParallelTrainer(print, datasets={"train": data}, run_config=config)
-    monkeypatch.setattr(DataParallelTrainer, "executor", lambda self: Executor())
+    monkeypatch.setattr(DataParallelTrainer, "create_executor", lambda self: Executor())
     with pytest.raises(InterruptedError, match="1"):
         trainer.fit()
 
