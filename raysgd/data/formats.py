@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -73,7 +74,9 @@ class Records(ABC):
     Raises:
         FileNotFoundError: If no file matches one of `paths`, or `paths` is empty.
         IsADirectoryError: If one of `paths` is a local folder.
+        RecordError: If a file is damaged, or is not of the format.
         TypeError: If local files get `storage_options`.
+        ValueError: If two different `paths` match the same file.
     """
 
     block = 1  # records that are decoded together
@@ -132,10 +135,10 @@ class Records(ABC):
         self._reset_files()
         self._indexes = [self._load_index(file) for file in range(len(self.paths))]
         counts = [self._num_records(index) for index in self._indexes]
-        self._ends = np.cumsum(counts, dtype=np.int64)
+        self._offsets = np.cumsum([0, *counts], dtype=np.int64)  # of files, and the end
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._offsets[-1])
 
     def __repr__(self) -> str:
         return f"{len(self.paths)} files with {len(self)} records"
@@ -174,23 +177,21 @@ class Records(ABC):
             self.close()
         order = np.argsort(numbers, kind="stable")
         in_order = np.asarray(numbers, np.int64)[order]
-        files = np.searchsorted(self._ends, in_order, side="right")
+        files = np.searchsorted(self._offsets, in_order, side="right") - 1
         results: list[Any] = [None] * len(order)
         for first, stop in consecutive_runs(files, 0):
             file = int(files[first])
-            start = self._ends[file - 1] if file else 0
             if "://" not in self.paths[file]:  # remote files are checked when they are opened
                 self._check_unchanged(file, _stamp(None, self.paths[file]))
-            records = self._read(file, in_order[first:stop] - start)
+            records = self._read(file, in_order[first:stop] - self._offsets[file])
             for index, record in zip(order[first:stop].tolist(), records, strict=True):
                 results[index] = record
         return results
 
     def locate(self, number: int) -> list[Any]:
         """Return the file of a record, without passwords, and its number in the file, from 0."""
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        start = self._ends[file - 1] if file else 0
-        return [without_secrets(self.paths[file]), int(number - start)]
+        file = int(np.searchsorted(self._offsets, number, side="right")) - 1
+        return [without_secrets(self.paths[file]), int(number - self._offsets[file])]
 
     # ---- formats
 
@@ -215,10 +216,8 @@ class Records(ABC):
                 return index
         index = np.asarray(self._build_index(file), np.int64)
         with self._caching(file), replacing(path) as target:
-            np.lib.format.write_array_header_1_0(
-                target, np.lib.format.header_data_from_array_1_0(index)
-            )
-            target.write(index.data)  # np.save hides why it cannot write
+            np.save(content := io.BytesIO(), index)
+            target.write(content.getbuffer())  # np.save hides why it cannot write
         return index
 
     def _cache_path(self, file: int, kind: str) -> Path:
