@@ -139,7 +139,7 @@ class Trainer:
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
     ) -> TrainingIterator:
-        """Start a training function, and return an iterator over the reports of the workers.
+        """Return an iterator over the reports of the workers. Its first step starts the function.
 
         The arguments are the same as in `run`. The iterator raises errors of the run. The next run
         ends this run.
