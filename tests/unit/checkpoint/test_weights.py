@@ -70,18 +70,14 @@ def test_views_of_the_same_memory_are_written_apart(tmp_path):
     assert all(torch.equal(tensors[name], view) for name, view in views.items())
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (torch.eye(3).to_sparse(), r"Cannot save to .*model\.safetensors"),
-        (torch.ones(1, dtype=torch.complex128), "write odd of the model: .* no torch.complex128"),
-    ],
-)
-def test_a_tensor_that_the_format_does_not_know_is_an_error(tmp_path, value, said):
-    model = torch.nn.Module()
-    model.register_buffer("odd", value)
-    with pytest.raises(CheckpointError, match=said):
-        save_model(model, tmp_path / "model.safetensors")
+def test_a_tensor_that_the_format_does_not_know_is_an_error(tmp_path):
+    odd = {r"Cannot save to .*model\.safetensors": torch.eye(3).to_sparse()}
+    odd["write odd of the model: .* no torch.complex128"] = torch.ones(1, dtype=torch.complex128)
+    for said, value in odd.items():
+        model = torch.nn.Module()
+        model.register_buffer("odd", value)
+        with pytest.raises(CheckpointError, match=said):
+            save_model(model, tmp_path / "model.safetensors")
     assert os.listdir(tmp_path) == []
 
 

@@ -103,12 +103,6 @@ def test_an_object_in_place_of_a_registered_one_is_a_warning(name, caplog):
     assert f"self.{name} was replaced by a " in caplog.text
 
 
-def test_validation_needs_no_optimizer():
-    operator = run_operator(Small)
-    del operator.optimizer
-    operator.validate_batch(BATCH, {})
-
-
 # ---- validate
 
 
@@ -233,6 +227,7 @@ def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
 def test_accuracy_needs_class_indices_of_a_fitting_shape(output, target, accuracy):
     operator = run_operator(Small, {"criterion": lambda output, target: torch.tensor(0.0)})
     operator.model = lambda features: output
+    del operator.optimizer  # a validation needs none
     result = operator.validate_batch((torch.zeros(1), target), {})
     if accuracy is None:
         assert "val_accuracy" not in result
