@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import pkgutil
 from typing import Any
 
 from raysgd.backends import CollectiveBackend
 from raysgd.errors import RaySGDError, WorkerLostError
 from raysgd.train.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
 
 CONFIGS = {
     "torch": "raysgd.train.torch:TorchConfig",
@@ -82,6 +85,11 @@ def backend_class(config: BackendConfig) -> type[Backend]:
         raise TypeError(
             f"{type(config).__name__}.backend_cls={backend_cls!r}: must be a subclass of "
             "raysgd.train.backend.Backend."
+        )
+    if hasattr(backend_cls, "handle_failure"):  # of Ray Train 1
+        logger.warning(
+            "raysgd does not call %s.handle_failure. After a failure, raysgd calls on_start again.",
+            backend_cls.__name__,
         )
     return backend_cls
 

@@ -18,7 +18,8 @@ from tests.conftest import needs_horovod
 
 
 class Mine(Backend):
-    """A backend of user code."""
+    def handle_failure(self, worker_group, failed_worker_indexes, backend_config):
+        """A method of old backends."""
 
 
 class ByProperty(BackendConfig):
@@ -41,8 +42,9 @@ class Wrong(BackendConfig):
 
 
 @pytest.mark.parametrize("config", [ByProperty, ByMethod, ByAttribute])
-def test_a_config_has_its_backend_as_property_method_or_attribute(config):
+def test_a_config_has_its_backend_as_property_method_or_attribute(config, caplog):
     assert backend_class(config()) is Mine
+    assert "does not call Mine.handle_failure" in caplog.text
 
 
 def test_a_backend_must_be_a_subclass_of_backend():
