@@ -93,11 +93,18 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
 
 
 def _parse(text: str) -> Any:
-    """Return the content of a YAML text. Raise ValueError if it is not valid."""
+    """Return the content of a YAML text. Raise ValueError if it is not valid, or repeats a key."""
     import yaml
 
+    class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise ValueError(f"it has the key {twice[0]!r} twice{node.start_mark}")
+            return super().construct_mapping(node, deep)
+
     try:
-        return map_leaves(yaml.safe_load(text), _number)
+        return map_leaves(yaml.load(text, UniqueKeys), _number)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 

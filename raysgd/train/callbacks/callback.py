@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,7 +98,11 @@ class CallbackHandler:
         with contextlib.ExitStack() as started:
             for callback in self._callbacks:
                 started.push(functools.partial(_finish, callback))
-                callback.start_training(logdir=str(logdir), config=config)
+                parameters = inspect.signature(callback.start_training).parameters
+                takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+                # Callbacks for Ray 1.9 take no config.
+                others = {"config": config} if takes_any or "config" in parameters else {}
+                callback.start_training(logdir=str(logdir), **others)
             yield
 
     def handle(self, results: list[dict[str, Any]]) -> None:

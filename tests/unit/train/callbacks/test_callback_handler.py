@@ -77,3 +77,20 @@ def test_a_callback_gets_the_reserved_metrics_that_it_names(keys):
 def test_anything_but_a_list_of_callbacks_is_refused(callbacks):
     with pytest.raises(TypeError, match=r"must be a list.*TuneReportCallback, write"):
         CallbackHandler(callbacks)
+
+
+class Oldest(TrainingCallback):
+    def start_training(self, logdir):
+        self.logdir = logdir
+
+
+class Newer(TrainingCallback):
+    def start_training(self, logdir, config, **info):
+        self.config = config
+
+
+def test_callbacks_without_an_argument_config_start():
+    callbacks = [Oldest(), Newer()]
+    with CallbackHandler(callbacks).run(Path("run"), {"lr": 1}):
+        pass
+    assert (callbacks[0].logdir, callbacks[1].config) == ("run", {"lr": 1})
