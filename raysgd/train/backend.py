@@ -8,7 +8,7 @@ import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from raysgd.train.framework import (
     TrainingWorkerError,
     backend_class,
 )
-from raysgd.train.report_queue import TrainingResult
+from raysgd.train.report_queue import Growth, TrainingResult
 from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
@@ -76,6 +76,7 @@ class _Run:
     """Counts the losses of workers over all requests of the run."""
     skips_reports: bool = False
     """Whether to skip reports."""
+    growth: Growth = field(default_factory=Growth)
     values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
 
@@ -181,6 +182,7 @@ class BackendExecutor:
         """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
+            self._run.growth.forget_checkpoint()
             self._run.send_shards()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
@@ -305,6 +307,9 @@ class BackendExecutor:
                         "report() and save_checkpoint() equally often and in the same order."
                     )
                 self._save_checkpoint(run, results)
+                if run.growth.observe(results[0]):
+                    run.plan = replace(run.plan, iteration=results[0].iteration)
+                    run.controller.grow()
                 if results[0].kind == "end":
                     run.values = [result.value for result in results]
                 elif results[0].kind == "report" and not run.skips_reports:
@@ -406,7 +411,6 @@ class BackendExecutor:
         self.checkpoints.save(result, result.checkpoint, len(results))
         self._saved = self.checkpoints
         run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=result.iteration)
-        run.controller.grow()
 
     def _await_idle_workers(self, controller: Controller) -> None:
         """Replace dead workers, and wait for workers that still run a failed function.

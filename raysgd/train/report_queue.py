@@ -1,8 +1,9 @@
 """A queue of one result between the thread of a training function and the driver.
 
 `put` waits until the driver has taken the previous result, so no worker gets more than one report
-ahead of the slowest. With a checkpoint, `put` also waits until the driver asks for the next result.
-Then the driver holds it, and a loss of workers cannot lose it.
+ahead of the slowest. With a checkpoint, and with the report after it, `put` also waits until the
+driver asks for the next result. Then the driver holds both, and a loss of workers cannot lose them.
+`Growth` uses these waits.
 """
 
 from __future__ import annotations
@@ -75,20 +76,21 @@ class ReportQueue:
         self._changed = threading.Condition()
         self._next: TrainingResult | None = None  # that the driver has not taken yet
         self._handled: TrainingResult | None = None  # that the driver is handling
-        self._is_stopped = False
+        self._is_stopped = self._follows_checkpoint = False
         self.blocked_on_driver = False
         """Whether the function is waiting for the driver or has ended."""
 
     # ---- used by the function
 
     def put(self, result: TrainingResult) -> None:
-        """Pass a result to the driver. Wait until it has handled a checkpoint."""
+        """Pass a result to the driver. Wait until it has handled it if it must not be lost."""
         with self._changed:
             self._wait_until(lambda: self._next is None)
             self._next = result
             self._changed.notify_all()
-            if result.has_checkpoint:
+            if result.has_checkpoint or self._follows_checkpoint:
                 self._wait_until(lambda: result is not self._next and result is not self._handled)
+            self._follows_checkpoint = result.kind == "checkpoint"
 
     def end(self, result: TrainingResult) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""
@@ -134,3 +136,41 @@ class ReportQueue:
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
+
+
+class Growth:
+    """Tracks in which order a function reports and saves, and decides when its workers may grow.
+
+    To grow, all workers restart from the newest checkpoint. The function waits at each checkpoint
+    and at the next report, so a restart then repeats no step. It must not skip a report either:
+
+    ======================  ==================================================================
+    order of the function   the workers may grow
+    ======================  ==================================================================
+    report, then save       at each checkpoint
+    both together           at each report with a checkpoint
+    save, then report       at the report after a checkpoint, or at the next checkpoint if no
+                            report comes between
+    ======================  ==================================================================
+
+    The first result of the run shows the order.
+    """
+
+    def __init__(self) -> None:
+        self._saves_first: bool | None = None  # None before the first result
+        self._awaits_report = False  # the newest result is a checkpoint that a report may follow
+
+    def forget_checkpoint(self) -> None:
+        """Forget a checkpoint from which the workers start again, before its report."""
+        self._awaits_report = False
+
+    def observe(self, result: TrainingResult) -> bool:
+        """Return whether a restart after this result, with `result.iteration`, skips no report."""
+        if self._saves_first is None:
+            self._saves_first = result.kind == "checkpoint"
+        if result.not_finite:  # a restart would repeat the steps since an earlier checkpoint
+            return False
+        has_waited = self._awaits_report
+        self._awaits_report = self._saves_first and result.kind == "checkpoint"
+        is_complete = result.has_checkpoint and not self._awaits_report
+        return result.kind != "end" and (has_waited or is_complete)

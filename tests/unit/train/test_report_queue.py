@@ -57,20 +57,25 @@ def test_a_function_is_at_most_one_report_ahead(report_queue):
 
 def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_queue):
     """Before that, the driver may have taken the checkpoint but not stored it."""
-    saved = threading.Event()
+    saved, reported = threading.Event(), threading.Event()
 
     def function():
         report_queue.put(TrainingResult("checkpoint", checkpoint=b"x", has_checkpoint=True))
         saved.set()
-        report_queue.put(result(1))
+        report_queue.put(result(1))  # a restart from the checkpoint would not repeat it
+        reported.set()
         report_queue.put(result(2))
+        report_queue.put(result(3))
 
     in_thread(function)
     assert report_queue.get().checkpoint == b"x"
     assert not saved.wait(0.2)
     assert report_queue.get().metrics == {"n": 1}
     assert saved.is_set()
-    wait_until(lambda: report_queue._next is not None)  # reports do not wait
+    assert not reported.wait(0.2)
+    assert report_queue.get().metrics == {"n": 2}
+    assert reported.is_set()
+    wait_until(lambda: report_queue._next is not None)  # other reports do not wait
 
 
 @pytest.mark.parametrize("has_returned", [False, True])
