@@ -7,6 +7,7 @@ import inspect
 import itertools
 import numbers
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,19 +24,14 @@ not count."""
 _dtype = operator.attrgetter("dtype")
 
 
-class _Registrations:
-    """Counts the modules and parameters that the modules of this process get."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        torch.nn.modules.module.register_module_module_registration_hook(self._add)
-        torch.nn.modules.module.register_module_parameter_registration_hook(self._add)
-
-    def _add(self, *_: Any) -> None:
-        self.count += 1
-
-
-_registrations = functools.cache(_Registrations)
+@functools.cache
+def _registrations() -> Counter[str]:
+    """Return the number of modules and parameters that modules of this process get from now on."""
+    counts = Counter(registered=0)
+    modules = torch.nn.modules.module
+    modules.register_module_module_registration_hook(lambda *_: counts.update(registered=1))
+    modules.register_module_parameter_registration_hook(lambda *_: counts.update(registered=1))
+    return counts
 
 
 class ReplicaContents:
@@ -86,7 +82,7 @@ class ReplicaContents:
 
         This takes microseconds, because it only counts the modules that this process registers.
         """
-        seen = [self._registrations.count, *self._sizes_and_dtypes()]
+        seen = [self._registrations["registered"], *self._sizes_and_dtypes()]
         if seen != self._seen:
             self.check_added()
             self._seen = seen
