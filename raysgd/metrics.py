@@ -219,10 +219,8 @@ class Computed(float):
 def _numbers(value: Any) -> dict[str, float]:
     """Return what a metric computed as numbers by name suffix."""
     if isinstance(value, Mapping):
-        numbers = {end: _numbers(each) for end, each in value.items()}
-        return {
-            f"{end}{index}": n for end, of_end in numbers.items() for index, n in of_end.items()
-        }
+        by_end = {end: _numbers(each) for end, each in value.items()}
+        return {f"{end}{i}": n for end, numbers in by_end.items() for i, n in numbers.items()}
     array = np.asarray(_on_cpu(value), dtype=np.float64)
     return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 

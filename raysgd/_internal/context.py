@@ -79,9 +79,7 @@ class Progress:
     snapshot_step: int | None = None  # committed steps in the newest snapshot of this worker
     num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
-    latest_metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # newest values of the first metrics
+    latest_metrics: Mapping[str, float] = field(default_factory=dict)  # the first ones
     log_points: Sequence[LogPoint] = ()  # that the driver has not acknowledged
     bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
     holdings: Holdings = Holdings()  # what the worker has of the state

@@ -18,14 +18,12 @@ TESTED = {
 def is_tested(name: str, version: str) -> bool:
     """Return whether `version` is in the tested range of a package of `TESTED`."""
     oldest, newest = TESTED[name]
-    return is_at_least(version, oldest) and _leading_numbers(version, newest) <= _leading_numbers(
-        newest, newest
-    )
+    return is_at_least(version, oldest) and _truncate(version, newest) <= _truncate(newest, newest)
 
 
 def is_at_least(version: str, oldest: str) -> bool:
     """Return whether `version` is `oldest` or newer."""
-    return _leading_numbers(version, oldest) >= _leading_numbers(oldest, oldest)
+    return _truncate(version, oldest) >= _truncate(oldest, oldest)
 
 
 def check_oldest(owner: str, name: str, version: str) -> None:
@@ -39,7 +37,7 @@ def check_oldest(owner: str, name: str, version: str) -> None:
         )
 
 
-def _leading_numbers(version: str, precision: str) -> list[int]:
+def _truncate(version: str, precision: str) -> list[int]:
     """Return the first numbers of a version, as many as `precision` has."""
     numbers = [int(number) for number in re.findall(r"\d+", version)]
     return numbers[: precision.count(".") + 1]

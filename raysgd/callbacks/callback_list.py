@@ -180,9 +180,7 @@ class CallbackList:
                 entry.num_seen += 1
                 self._call_hook_of(entry, "on_event", trainer, events[entry.num_seen - 1])
 
-    def start_progress(
-        self, trainer: Trainer, kind: str
-    ) -> Callable[[Sequence[Progress]], None] | None:
+    def watch(self, trainer: Trainer, kind: str) -> Callable[[Sequence[Progress]], None] | None:
         """Return a function that passes progress to callbacks; None if no callback uses it."""
         unused = Callback.on_progress
         listeners = [

@@ -99,10 +99,9 @@ class ProgressBar(Callback):
             if time.monotonic() < self._next_line:
                 return
             self._next_line = time.monotonic() + _LINE_EVERY_S
-        names = dict.fromkeys(name for each in progress for name in each.latest_metrics)
-        latest = {
-            n: fmean(p.latest_metrics[n] for p in progress if n in p.latest_metrics) for n in names
-        }
+        metrics = [each.latest_metrics for each in progress]
+        names = dict.fromkeys(name for each in metrics for name in each)
+        latest = {n: fmean(each[n] for each in metrics if n in each) for n in names}
         # The workers restart their count after a pause or a failure within the call.
         num_done, total = num_batches, progress[0].total_batches
         if kind == "train":

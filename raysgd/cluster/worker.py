@@ -375,15 +375,13 @@ def _pack_answer(value: Any) -> Parcel:
     try:
         return pack(value)
     except Exception as error:
-        location = ""
+        where = ""
         for _ in range(10):  # a dict may contain itself
             if not isinstance(value, Mapping) or (key := unpicklable_key(value)) is None:
                 break
-            location, value = f"{location or ' at '}[{key!r}]", value[key]
+            where, value = f"{where or ' at '}[{key!r}]", value[key]
         what = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
-        raise TypeError(
-            f"A worker cannot send {what()}{location} to the driver: {error}"
-        ) from error
+        raise TypeError(f"A worker cannot send {what()}{where} to the driver: {error}") from error
 
 
 def _send_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:

@@ -29,14 +29,7 @@ from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import Event
 from raysgd.elastic.group_forming import GroupForming
 from raysgd.elastic.policies import Policy, leaders_progress
-from raysgd.elastic.state_machine import (
-    CallFailed,
-    Do,
-    FormingFailed,
-    GroupEvent,
-    GroupState,
-    transition,
-)
+from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
 from raysgd.elastic.supervision import Supervision
 
 logger = logging.getLogger(__name__)
@@ -162,7 +155,7 @@ class Controller:
         """Execute the actions that follow from an event, and return the last event."""
         while True:
             self._check_open()
-            self.state, actions = transition(self.state, event, self.policy)
+            self.state, actions = state_machine.transition(self.state, event, self.policy)
             following = None
             for action in actions:
                 if isinstance(action, state_machine.RunCall):  # here, for short tracebacks of users

@@ -23,12 +23,12 @@ class CallState:
 
     call_number: int = -1
     began_at: int = 0  # step; of an earlier call while its steps are replayed
+    scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
+    last_validation: tuple[int, int] | None = None  # newest call of ``validate``, and its offset
     last_log_step: int = 0  # step of the newest point
     keeps_modes: bool = False  # the newest segment paused, so models keep their train or eval modes
     ended_early: bool = False  # before its goal, because a loss was not finite
     extra_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
-    scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
-    last_validation: tuple[int, int] | None = None  # newest call of ``validate``, and its offset
     merged_segments: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     """Start step and metrics of all workers, for segments that merge them. Rank 0 returns them."""
 
@@ -46,12 +46,8 @@ class CallProgress:
         self._measured_s = 0.0
 
     def begin(self, call_number: int) -> None:
-        self.state = CallState(
-            call_number,
-            began_at=self.state.began_at,
-            scheduler_call=self.state.scheduler_call,
-            last_validation=self.state.last_validation,
-        )
+        old = self.state
+        self.state = CallState(call_number, old.began_at, old.scheduler_call, old.last_validation)
         self.clear()
         self._points.clear()
         self._train_state.timers.reset()

@@ -176,7 +176,7 @@ class Dispatcher:
         try:
             while is_paused:
                 goal.request = replace(goal.request, info=dict(request.info))
-                call.on_wait = self.callback_list.start_progress(trainer, "train")
+                call.on_wait = self.callback_list.watch(trainer, "train")
                 call.log_points.show = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
                 results = [outcome.value() for outcome in controller.run(call)]
@@ -258,7 +258,7 @@ class Dispatcher:
         if self._unfinished_validation is not None and not request.from_start:
             request = replace(request, call_number=self._unfinished_validation)
         self._unfinished_validation = request.call_number
-        on_wait = self.callback_list.start_progress(trainer, "validate")
+        on_wait = self.callback_list.watch(trainer, "validate")
         start = 0 if request.from_start else self.controller.progress.validation_offset
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_wait=on_wait)

@@ -71,10 +71,8 @@ class BadStepFilter(StepFeature):
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
         if not train_state.replication.replicates and train_state.context.distributed:
             # Each worker has a loss and gradients of its own.
-            signs = [
-                low < 0
-                for low in train_state.collectives.all_reduce_min(*(-sign for sign in signs))
-            ]
+            lows = train_state.collectives.all_reduce_min(*(-sign for sign in signs))
+            signs = [low < 0 for low in lows]
         is_of_loss, is_of_gradient, is_spike = signs
         if is_of_loss:
             self._record_bad_step(update, "the loss is not finite", str(norm))

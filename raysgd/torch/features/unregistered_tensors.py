@@ -81,7 +81,7 @@ class UnregisteredTensors(StepFeature):
     def _versions(self) -> dict[str, Any]:
         """Return what identifies the content of each unregistered tensor, by its name."""
         numbers, tensors = dict[str, Any](), dict[str, torch.Tensor]()
-        named_values = [*attributes_of(self._operator)]
+        values = [*attributes_of(self._operator)]
         for optimizer in self._train_state.optimizers:
             kind = type(optimizer)
             has_own = kind.state_dict is not torch.optim.Optimizer.state_dict
@@ -96,8 +96,8 @@ class UnregisteredTensors(StepFeature):
                 elif key not in ("state", "param_groups", "defaults"):
                     parts = value.values() if isinstance(value, dict) else value
                     parts = parts if isinstance(value, dict | list) else [value]
-                    named_values += [(f"{name}[{n}]", each) for n, each in enumerate(parts)]
-        for name, value in named_values:
+                    values += [(f"{name}[{n}]", each) for n, each in enumerate(parts)]
+        for name, value in values:
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
             elif isinstance(value, torch.nn.Module) and not is_metric(value):

@@ -203,10 +203,8 @@ def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:
     unused = [
         name
         for name in named_values(output) or own
-        if (tensor := _tensor_in(output, name)) is not None
-        and tensor is not scores
-        and tensor.requires_grad
-        if name.startswith("aux") or tensor.shape == scores.shape
+        if (own := _tensor_in(output, name)) is not None and own is not scores and own.requires_grad
+        if name.startswith("aux") or own.shape == scores.shape
     ]
     if unused:
         raise TypeError(

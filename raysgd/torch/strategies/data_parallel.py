@@ -232,9 +232,8 @@ def broadcast_models(train_state: TorchTrainState) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
     tensors = [t.detach() for m in train_state.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-    if not train_state.collectives.all_ranks_equal(
-        int.from_bytes(collectives.fingerprint(tensors)[:7])
-    ):
+    digest = int.from_bytes(collectives.fingerprint(tensors)[:7])
+    if not train_state.collectives.all_ranks_equal(digest):
         received = train_state.collectives.broadcast(lambda: tensors, 0)
         for own, value in zip(tensors, received, strict=False):
             if own.shape == value.shape:  # a buffer of another shape is a cache

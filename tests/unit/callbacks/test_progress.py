@@ -258,9 +258,8 @@ def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
     bar, trainer = ProgressBar(), FakeTrainer()
     trainer.num_epochs = 8
     bar.on_progress(trainer, "train", [])
-    told = Progress(
-        epoch=1, num_batches=2, total_batches=5, latest_metrics={"loss_g": 0.5, "loss_d": 1.5}
-    )
+    losses = {"loss_g": 0.5, "loss_d": 1.5}
+    told = Progress(epoch=1, num_batches=2, total_batches=5, latest_metrics=losses)
     bar.on_progress(trainer, "train", [told])
     text = terminal.getvalue()
     assert "epoch 2/8" in text

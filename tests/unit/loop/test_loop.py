@@ -802,9 +802,7 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
     train_state.data.repartition()
     # values of the other rank: its seed, its negated seed, and 0 for no earlier agreement
     others = iter([3, -3, 0])
-    train_state.collectives.all_reduce_min = lambda *values: [
-        min(value, next(others)) for value in values
-    ]
+    train_state.collectives.all_reduce_min = lambda *own: [min(n, next(others)) for n in own]
     if seed == 3:
         train_state.data.source("train").agree_on_order(0, 0, train_state.collectives)
     else:
@@ -823,9 +821,7 @@ def test_workers_that_join_a_worker_alone_take_its_order(loop_of):
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
     train_state.data.repartition()
     others = iter([3, -3, 0, 2])  # the new worker has another seed, and has drawn no order
-    train_state.collectives.all_reduce_min = lambda *values: [
-        min(value, next(others)) for value in values
-    ]
+    train_state.collectives.all_reduce_min = lambda *own: [min(n, next(others)) for n in own]
     train_state.collectives.broadcast = lambda make, rank: given.append(rank) or make()
     source.agree_on_order(0, 0, train_state.collectives)
     assert given == [0]

@@ -420,9 +420,7 @@ def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
         return sent[-1]
 
     monkeypatch.setattr(collectives.TorchCollectives, "broadcast", broadcast)
-    monkeypatch.setattr(
-        collectives.TorchCollectives, "all_reduce_min", lambda self, *values: values
-    )
+    monkeypatch.setattr(collectives.TorchCollectives, "all_reduce_min", lambda _, *own: own)
     make_runner(context=WorkerContext(world_size=2, in_driver=True))
     assert "batch size 8" in str(sent)
 

@@ -336,9 +336,9 @@ def late_report(rank):
 
     def watched_handle(guard, *arguments):
         with pytest.MonkeyPatch.context() as patch:
-            lowest = collectives.all_reduce_min
+            low = collectives.all_reduce_min
             patch.setattr(
-                collectives, "all_reduce_min", lambda *a: store.set("ended", "") or lowest(*a)
+                collectives, "all_reduce_min", lambda *a: store.set("ended", "") or low(*a)
             )
             try:
                 handle(guard, *arguments)
