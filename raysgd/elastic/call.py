@@ -26,8 +26,7 @@ class LogPoints:
     call_number: int | None = None
     show: Callable[[Sequence[WorkerPoint]], None] | None = None
     """Receives the points of the next step. The last one is of this step."""
-    _pending: dict[tuple[int, Any], LogPoint] = field(default_factory=dict)
-    """The points that were not shown, by step and worker."""
+    _pending: dict[tuple[int, Any], LogPoint] = field(default_factory=dict)  # by step and worker
     _newest_steps: dict[Any, int] = field(default_factory=dict)
     """The newest point of each worker, or the step at which the worker has joined."""
     acknowledged_step: int = -1

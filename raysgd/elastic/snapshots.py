@@ -76,7 +76,7 @@ class SnapshotKeeper:
 
     def fetch_newer(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot from the members, without waiting."""
-        self._receive()
+        self.receive()
         if len(progress) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
         newest = next(iter(progress.values()))
@@ -140,35 +140,32 @@ class SnapshotKeeper:
                 self._warn_of_disk(error)
         return []
 
-    def receive(self) -> bool:
-        """Store a snapshot that has arrived. Return whether there is a state to load."""
-        self._receive()
-        return bool(self._shards)
-
     def load(self) -> Mapping[str, Any] | None:
-        self._receive()
+        if not self.receive():
+            return None
         try:
-            return with_shards([read() for read in self._shards]) if self._shards else None
+            return with_shards([read() for read in self._shards])
         except (CheckpointError, OSError) as error:
             raise CheckpointError(
                 f"All workers are lost, and the driver cannot read its snapshot: {error} To "
                 "continue, load another checkpoint: trainer.load(path)."
             ) from error
 
-    def _receive(self) -> None:
-        if self._requested is None or not all(a.done() for a in self._requested.answers):
-            return
-        (step, inbox, answers), self._requested = self._requested, None
-        try:
-            with inbox:
-                shards = [inbox.resolve(answer.result()) for answer in answers]
-        except StorageError as error:
-            self._warn_of_disk(error)
-        except Exception as error:  # most likely, a worker was lost
-            logger.debug("A snapshot did not arrive: %r", error)
-        else:
-            if None not in shards:
-                self._shards, self._step = list(map(self._copy, shards)), step
+    def receive(self) -> bool:
+        """Store a snapshot that has arrived. Return whether there is a state to load."""
+        if self._requested is not None and all(a.done() for a in self._requested.answers):
+            (step, inbox, answers), self._requested = self._requested, None
+            try:
+                with inbox:
+                    shards = [inbox.resolve(answer.result()) for answer in answers]
+            except StorageError as error:
+                self._warn_of_disk(error)
+            except Exception as error:  # most likely, a worker was lost
+                logger.debug("A snapshot did not arrive: %r", error)
+            else:
+                if None not in shards:
+                    self._shards, self._step = list(map(self._copy, shards)), step
+        return bool(self._shards)
 
     def _warn_of_disk(self, error: StorageError) -> None:
         if not self._has_warned:
