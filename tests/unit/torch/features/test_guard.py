@@ -336,10 +336,8 @@ def late_report(rank):
 
     def watched_handle(guard, *arguments):
         with pytest.MonkeyPatch.context() as patch:
-            low = collectives.all_reduce_min
-            patch.setattr(
-                collectives, "all_reduce_min", lambda *a: store.set("ended", "") or low(*a)
-            )
+            low, ends = collectives.all_reduce_min, lambda: store.set("ended", "")
+            patch.setattr(collectives, "all_reduce_min", lambda *a: ends() or low(*a))
             try:
                 handle(guard, *arguments)
             finally:
