@@ -28,8 +28,7 @@ def test_workers_start_in_the_bundle_of_their_slot(room):
     further = room.request_slot({"CPU": 1})
     bundles = [slot.strategy.placement_group_bundle_index for slot in room.slots]
     assert bundles == [0, 1, 2, 0]
-    assert room.slots[-1] is further
-    assert further.strategy.placement_group == room.placement_groups[-1]
+    assert (room.slots[-1], further.placement_group) == (further, room.placement_groups[-1])
 
 
 def test_a_slot_keeps_its_node_while_ray_replaces_another(room):

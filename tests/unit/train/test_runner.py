@@ -13,8 +13,7 @@ import pytest
 from raysgd import train
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
-from raysgd.train import runner as runners
-from raysgd.train import worker_session
+from raysgd.train import runner, worker_session
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_session import RunPlan
 
@@ -59,7 +58,7 @@ def test_ray_sets_up_a_tracker_on_worker_0_only(make_worker, rank, tmp_path, mon
         module = importlib.import_module(f"{package.__name__}.{name}")
         monkeypatch.delitem(sys.modules, module.__name__)
         monkeypatch.delattr(package, name)
-    monkeypatch.setattr(sys, "meta_path", [runners.IntegrationFinder, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [runner.IntegrationFinder, *sys.meta_path])
     uri = (tmp_path / "runs").as_uri()
 
     def function():
