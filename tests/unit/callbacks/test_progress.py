@@ -259,8 +259,7 @@ def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
     trainer.num_epochs = 8
     bar.on_progress(trainer, "train", [])
     losses = {"loss_g": 0.5, "loss_d": 1.5}
-    told = Progress(epoch=1, num_batches=2, total_batches=5, latest_metrics=losses)
-    bar.on_progress(trainer, "train", [told])
+    bar.on_progress(trainer, "train", [Progress(epoch=1, num_batches=2, latest_metrics=losses)])
     text = terminal.getvalue()
     assert "epoch 2/8" in text
     assert "loss_g=0.5, loss_d=1.5" in text
