@@ -66,7 +66,7 @@ class EqualBits:
     num_shards: int
 
     def __post_init__(self) -> None:
-        as_int("EqualBits", "num_shards", self.num_shards, 1)
+        set_fields(self, num_shards=as_int("EqualBits", "num_shards", self.num_shards, 1))
 
 
 @dataclass(frozen=True, kw_only=True)

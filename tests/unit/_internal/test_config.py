@@ -29,8 +29,8 @@ def test_shares_of_a_global_batch_are_equal_and_positive(size, num_workers):
 
 
 def test_each_shard_needs_a_sample_of_the_global_batch():
-    with pytest.raises(ValueError, match="smaller than num_shards=8"):
-        TorchOptions(config={BATCH_SIZE: 5}, num_workers=2, exact=EqualBits(8))
+    with pytest.raises(ValueError, match=r"smaller than num_shards=8\. Each"):
+        TorchOptions(config={BATCH_SIZE: 5}, num_workers=2, exact=EqualBits(8.0))
 
 
 @pytest.mark.parametrize(("size", "num_workers", "rounded"), [(21, 2, 20), (7, 3, 6), (5, 4, 4)])
