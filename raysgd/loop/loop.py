@@ -77,7 +77,7 @@ class Loop:
         """
         train_state, data = self.train_state, self.train_state.data
         state: dict[str, Any] = {"global_step": train_state.global_step}
-        if receiver != "replacement" and (own := train_state.replication.own_state()):
+        if receiver != "generation" and (own := train_state.replication.own_state()):
             state |= own
             if train_state.context.world_rank != 0:
                 return state
@@ -85,7 +85,7 @@ class Loop:
         if receiver != "file":
             state |= {"call": dict(self.call_progress.export()), "batching": data.batching()}
             state["module_modes"] = self.saved_state.module_modes()
-        if receiver == "replacement":
+        if receiver == "generation":
             return state | {
                 "fingerprint": data.fingerprint(),
                 "why_not_split": train_state.micro_batching.why_not_split,

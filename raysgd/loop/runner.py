@@ -75,7 +75,7 @@ class OperatorRunner(Runner, ABC):
         loop, train_state = self._hosted_loop, self._train_state
         is_leader = train_state.context.world_rank == leader_rank
         state: Mapping[str, Any] = train_state.collectives.broadcast(
-            lambda: loop.state_for("replacement"), leader_rank
+            lambda: loop.state_for("generation"), leader_rank
         )
         if not is_leader:
             train_state.data.set_batch_size(state["batching"])

@@ -41,7 +41,7 @@ from typing import Any, Literal
 from raysgd.checkpoint.file import REQUIRED
 from raysgd.errors import CheckpointError
 
-Receiver = Literal["file", "snapshot", "replacement"]
+Receiver = Literal["file", "snapshot", "generation"]
 
 
 def for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
