@@ -179,8 +179,8 @@ class OptimizerSteps:
             self.done[id(optimizer)] += 1
 
     @property
-    def are_several(self) -> bool:
-        """Whether optimizers make several steps in all, so that a failure can come between."""
+    def need_copies(self) -> bool:
+        """Whether a failure can come between optimizer steps, or between a step and the commit."""
         if self._update.has_fixed_parts:
             return True  # a worker can be lost between its step and the commit
         return len(self.optimizers) > 1 or max(self.max_steps.values(), default=0) > 1

@@ -55,7 +55,7 @@ class Rollback(StepFeature):
         self._moves_parameters = None if has_bad_steps else False  # None: not known yet
 
     def begin_update(self, update: Update) -> None:
-        self._has_copies = update.optimizer_steps.are_several or self._moves_parameters is not False
+        self._has_copies = update.optimizer_steps.need_copies or self._moves_parameters is not False
         if self._has_copies:
             for backup in self._backups:
                 backup.take()
@@ -73,7 +73,7 @@ class Rollback(StepFeature):
                 )
         elif not self._moves_parameters:
             self._moves_parameters = bool(self._versions.find_changed())
-            needs_copies = self._moves_parameters or update.optimizer_steps.are_several
+            needs_copies = self._moves_parameters or update.optimizer_steps.need_copies
             if self._has_copies and not needs_copies:
                 self._has_copies = False  # of the first update; release their memory
                 self._backups = [_OptimizerBackup(backup.optimizer) for backup in self._backups]

@@ -207,7 +207,7 @@ class ShardedOptimizer(StepFeature):
         if update.optimizer_steps.running is self.optimizer:
             update.optimizer_steps.running = None  # parameters change together, after the step
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
-        if update.is_open and update.optimizer_steps.are_several:
+        if update.is_open and update.optimizer_steps.need_copies:
             self._version = self._committed_version  # `Rollback` restores the parameters
 
     # ---- state of this worker
