@@ -288,7 +288,7 @@ class SavedState(ABC):
         """Apply the result of `module_modes`."""
 
     def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
-        """Replace incoming arrays in a state by equal ones of the registered objects.
+        """Replace incoming arrays by registered ones of the same shape, dtype, and device.
 
         The content of these arrays then arrives in their memory.
         """

@@ -169,7 +169,10 @@ def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
 
 
 def reuse_memory(state: Any, own: Any, incoming: Incoming) -> Any:
-    """Return `state` with own tensors in place of equal ones whose content is still to come."""
+    """Return `state` with own tensors in place of those whose content is still to come.
+
+    Own tensors must have the same shape, dtype, and device.
+    """
     addresses = incoming.addresses
     adopted: dict[int, torch.Tensor] = {}  # by the address of the other tensor
 
@@ -182,14 +185,14 @@ def reuse_memory(state: Any, own: Any, incoming: Incoming) -> Any:
             return list(map(walk, state, own))
         if not isinstance(state, torch.Tensor) or state.data_ptr() not in addresses:
             return state
-        return adopted.setdefault(state.data_ptr(), own) if _is_equal(state, own) else state
+        return adopted.setdefault(state.data_ptr(), own) if _can_receive(state, own) else state
 
     result = walk(state, own)
     incoming.targets = {at: as_bytes(tensor).numpy() for at, tensor in adopted.items()}
     return result
 
 
-def _is_equal(tensor: torch.Tensor, own: Any) -> bool:
+def _can_receive(tensor: torch.Tensor, own: Any) -> bool:
     return (
         isinstance(own, torch.Tensor)
         and own.layout is torch.strided
