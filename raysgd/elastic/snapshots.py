@@ -79,12 +79,12 @@ class SnapshotKeeper:
         self.receive()
         if len(progress) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
-        newest = next(iter(progress.values()))
-        step = newest.snapshot_step
-        if newest.num_changes != self._num_changes:
+        of_rank_0 = next(iter(progress.values()))  # `progress` is sorted by rank
+        step = of_rank_0.snapshot_step
+        if of_rank_0.num_changes != self._num_changes:
             self._step = -1  # fetch it even if it has the same step
             self._cancel_request()
-            self._num_changes = newest.num_changes
+            self._num_changes = of_rank_0.num_changes
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._requested is None and step > self._step:
