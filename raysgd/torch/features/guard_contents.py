@@ -45,7 +45,7 @@ class ReplicaContents:
     has_run = False  # a forward pass may have run since all workers had the same buffers
 
     def __init__(self, train_state: TorchTrainState, averaging: WeightAveraging) -> None:
-        self._train_state, self._wraps_all = train_state, train_state.exchange.keeps_all_equal
+        self._train_state, self._keeps_all_equal = train_state, train_state.exchange.keeps_all_equal
         self._averaging = averaging
         self._registrations = _registrations()
         self._seen: list[Any] = []
@@ -135,7 +135,7 @@ class ReplicaContents:
         train_state = self._train_state
         is_unsharded = train_state.replication.is_unsharded
         equal, replicated = self._equal_buffers(), set[torch.Tensor]()
-        compared = [self._wraps_all or ddp.is_ddp(model) for model in train_state.models]
+        compared = [self._keeps_all_equal or ddp.is_ddp(model) for model in train_state.models]
         for index, model in enumerate(train_state.models):
             if not compared[index]:
                 continue
@@ -155,10 +155,10 @@ class ReplicaContents:
             if compared[index]:
                 yield "buffers", path, equal.get(path)
         for index, optimizer in enumerate(train_state.optimizers):
-            if self._wraps_all or replicated.issuperset(self._stepped):
+            if self._keeps_all_equal or replicated.issuperset(self._stepped):
                 own = f"optimizers[{index}]", optimizer, replicated, is_unsharded(optimizer)
                 yield from _optimizer_contents(*own)
-        for index, scheduler in enumerate(train_state.schedulers if self._wraps_all else ()):
+        for index, scheduler in enumerate(train_state.schedulers if self._keeps_all_equal else ()):
             yield from _contents_in(f"schedulers[{index}]", scheduler.state_dict())
         yield from _contents_in("scaler", train_state.precision.scale_tensors())
         yield from _contents_in("averages", self._averaging.averages)
