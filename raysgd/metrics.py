@@ -130,10 +130,10 @@ class AverageMeter:
         """Weighted mean. NaN without samples."""
         return self.sum / self.count if self.count else float("nan")
 
-    def _mean(self) -> Sums:
-        mean = Sums(ratio, total=0, weight=self.count)
-        mean._sums["total"] = self._total
-        return mean
+    def _as_sums(self) -> Sums:
+        sums = Sums(ratio, total=0, weight=self.count)
+        sums._sums["total"] = self._total
+        return sums
 
 
 class MergeableMetric(ABC):
@@ -209,18 +209,18 @@ def ratio(total: Any, weight: Any) -> Any:
 class Computed(float):
     """A number that remembers its metric, so that it can be merged.
 
-    `end` is the suffix of the number's name, if the metric computes several numbers.
+    `suffix` is the end of the number's name, if the metric computes several numbers.
     """
 
     metric: MergeableMetric
-    end: str
+    suffix: str
 
 
 def _numbers(value: Any) -> dict[str, float]:
     """Return what a metric computed as numbers by name suffix."""
     if isinstance(value, Mapping):
-        by_end = {end: _numbers(each) for end, each in value.items()}
-        return {f"{end}{i}": n for end, numbers in by_end.items() for i, n in numbers.items()}
+        inner = {suffix: _numbers(each) for suffix, each in value.items()}
+        return {f"{start}{i}": n for start, numbers in inner.items() for i, n in numbers.items()}
     array = np.asarray(_on_cpu(value), dtype=np.float64)
     return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 
@@ -239,9 +239,9 @@ def values_of(name: str, metric: MergeableMetric, raises: bool = False) -> dict[
             raise
         value = float("nan")
     values = {}
-    for end, number in _numbers(value).items():
-        values[f"{name}{end}"] = each = Computed(number)
-        each.metric, each.end = metric, end
+    for suffix, number in _numbers(value).items():
+        values[f"{name}{suffix}"] = each = Computed(number)
+        each.metric, each.suffix = metric, suffix
     return values
 
 
@@ -317,7 +317,7 @@ class AverageMeterCollection:
                 continue
             is_mean = is_numeric(value)
             if is_mean and name in self._mergeable:
-                value, is_mean = _mean(value, n), False
+                value, is_mean = _sums_of(value, n), False
             if is_mean:
                 if name not in self._meters:
                     self._meters[name] = AverageMeter()
@@ -330,8 +330,8 @@ class AverageMeterCollection:
                     ) from error
             elif isinstance(value, MergeableMetric):
                 if name in self._meters:
-                    mean = self._meters.pop(name)._mean()
-                    self._mergeable[name] = mean, mean
+                    sums = self._meters.pop(name)._as_sums()
+                    self._mergeable[name] = sums, sums
                 earlier = self._mergeable.get(name)
                 self._mergeable[name] = (earlier[0].merge(value) if earlier else value), value
             elif isinstance(value, Mapping):
@@ -365,7 +365,7 @@ class AverageMeterCollection:
         if name in self._meters:
             return _numbers(self._meters[name].val)
         values = values_of(name, self._mergeable[name][1]).values()
-        return {value.end: float(value) for value in values}
+        return {value.suffix: float(value) for value in values}
 
     def summary(self) -> dict[str, Any]:
         """Return ``num_samples``, ``batch_count``, and the mean and last value of each metric.
@@ -374,11 +374,11 @@ class AverageMeterCollection:
         :class:`Computed`.
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
-        metrics: dict[str, Any] = {name: meter._mean() for name, meter in self._meters.items()}
+        metrics: dict[str, Any] = {name: meter._as_sums() for name, meter in self._meters.items()}
         metrics |= {name: merged for name, (merged, _) in self._mergeable.items()}
         for name, metric in metrics.items():
             values.update(values_of(name, metric))
-            values.update({f"last_{name}{end}": n for end, n in self._newest(name).items()})
+            values.update({f"last_{name}{suffix}": n for suffix, n in self._newest(name).items()})
         for name, value in self._not_averaged.items():
             values[name] = values[f"last_{name}"] = value
         return values
@@ -389,7 +389,7 @@ def _is_mean(name: str, value: Any) -> bool:
     return is_numeric(value) and not is_count and not name.startswith("last_")
 
 
-def _mean(value: Any, weight: float) -> Sums:
+def _sums_of(value: Any, weight: float) -> Sums:
     # Ignore means over no samples, because they can be NaN, and NaN times 0 is NaN.
     return Sums(ratio, total=_on_cpu(value) * weight if weight else 0.0, weight=weight)
 
@@ -400,7 +400,7 @@ def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
     for name, value in metrics.items():
         if NUM_SAMPLES in metrics or isinstance(value, Computed) or not _is_mean(name, value):
             continue
-        result |= values_of(name, _mean(value, weight))
+        result |= values_of(name, _sums_of(value, weight))
     return result
 
 
@@ -421,10 +421,10 @@ def _merge(
         elif all(isinstance(value, Computed) for value in values.values()):
             # All numbers of a metric hold the same object, even if one computed only NaN.
             for i, value in values.items():
-                metrics.setdefault(name.removesuffix(value.end), {})[i] = value.metric
+                metrics.setdefault(name.removesuffix(value.suffix), {})[i] = value.metric
         else:
             weights = {i: _on_cpu(results[i].get(NUM_SAMPLES, 1)) for i in values}
-            metrics[name] = {i: _mean(value, weights[i]) for i, value in values.items()}
+            metrics[name] = {i: _sums_of(value, weights[i]) for i, value in values.items()}
     for name, by_result in metrics.items():
         total = reduce(lambda metric, other: metric.merge(other), by_result.values())
         merged = {**values_of(name, total, raises), **merged}
