@@ -116,7 +116,7 @@ class Options(ABC):
         return resources
 
     @classmethod
-    def among(cls, values: Mapping[str, Any], **computed: Any) -> Self:
+    def from_arguments(cls, values: Mapping[str, Any], **computed: Any) -> Self:
         """Create options from the arguments of a trainer, and from `computed` ones."""
         names = {each.name for each in dataclasses.fields(cls)}
         given = {name: value for name, value in values.items() if name in names}

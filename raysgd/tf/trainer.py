@@ -112,7 +112,7 @@ class TFTrainer(OperatorTrainer):
         check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
         operator_cls = _operator(training_operator_cls, model_creator, data_creator)
         has_creators = issubclass(operator_cls, KerasCreators)
-        options = TFOptions.among(
+        options = TFOptions.from_arguments(
             locals(),
             training_operator_cls=operator_cls,
             num_workers=number_of_workers(num_workers, num_replicas),

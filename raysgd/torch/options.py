@@ -134,7 +134,7 @@ class TorchOptions(Options):
                 "is for native AMP. Also pass use_fp16=True."
             )
         if self.exact is not None:
-            self._resolve_exact()
+            self._check_exact()
 
     @functools.cached_property
     def layout(self) -> StepLayout:
@@ -143,7 +143,7 @@ class TorchOptions(Options):
         num_parts = self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
         return StepLayout(num_parts, fixed_by='exact="bits"')
 
-    def _resolve_exact(self) -> None:
+    def _check_exact(self) -> None:
         if not isinstance(self.exact, EqualBits):
             check_choice(self.trainer, "exact", self.exact, (None, "bits"))
         conflicts.check("equal bits", f"{self.trainer}(exact={self.exact!r})", self)

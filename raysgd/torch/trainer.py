@@ -135,7 +135,7 @@ class TorchTrainer(OperatorTrainer):
             kind = type(self)
             raise unknown_argument(kind.__name__, name, known_arguments(kind))
         _check_operator(training_operator_cls)
-        options = TorchOptions.among(locals())
+        options = TorchOptions.from_arguments(locals())
         super().__init__(options, TorchRunner, initialization_hook, callbacks, logdir)
 
     wrap_ddp = argument("wrap_ddp")
