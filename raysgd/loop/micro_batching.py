@@ -26,8 +26,8 @@ class IndivisibleError(BaseException):
 class MicroBatching(StepFeature):
     """Decides whether batches may be split, and splits them if memory ran out.
 
-    They are equivalent to the whole batch if user code computes all gradients before the update,
-    and uses the helpers of raysgd for gradients and updates.
+    Micro-batches are equivalent to the whole batch if user code computes all gradients before the
+    update, and uses the helpers of raysgd for gradients and updates.
     """
 
     def __init__(self, settings: Settings, update: Update) -> None:

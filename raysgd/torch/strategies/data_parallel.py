@@ -53,6 +53,7 @@ class GroupGradients(GradientExchange):
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         models = self._train_state.models
         self._dtypes = {p: p.dtype for model in models for p in model.parameters()}
+        # Also sets up subclasses. `build_operator` calls it again with the wrappers of `setup`.
         self.use_wrappers(())
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
