@@ -137,9 +137,9 @@ def run(make, faults, tmp_path, is_garbage):
 
 @pytest.mark.slow("workers start two or three times for each kind")
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=MARKS.get(k, ())) for k in KINDS])
-def test_trainers_leave_nothing(ray_cluster, tmp_path, monkeypatch, kind):
-    (folder := tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+def test_trainers_leave_nothing(ray_cluster, tmp_path, tmp_path_factory, monkeypatch, kind):
+    folder = str(tmp_path_factory.mktemp("t"))  # PyTorch's sockets need a short path
+    monkeypatch.setattr(tempfile, "tempdir", folder)
     make, runs = KINDS[kind]
     run(make, (), tmp_path, is_garbage=False)  # libraries keep some things from their first use
     gc.collect()
