@@ -58,8 +58,7 @@ def copy_leaf(leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """Return a CPU copy that can be pickled, without a temporary copy on the model's device."""
-    # Forward passes may keep tensors with their graph.
-    kept = tensors_in([vars(module) for module in model.modules()])
+    kept = _tensors_in([vars(module) for module in model.modules()], set())
     tensors = itertools.chain(model.parameters(), model.buffers(), kept)
     memo = {id(tensor): _cpu_copy(tensor) for tensor in tensors}
     try:
@@ -73,6 +72,19 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
         if parametrize.is_parametrized(module):
             copyreg.pickle(type(module), _reduce)
     return copied
+
+
+def _tensors_in(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Iterate over tensors in dicts, lists, and tuples, each once. Forward passes may keep tensors.
+
+    Other containers may read a file, lack values, or have many paths to each object.
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple) and id(tree) not in seen:
+        seen.add(id(tree))
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors_in(each, seen)
 
 
 def _reduce(module: Any) -> tuple[Any, ...]:
@@ -96,14 +108,14 @@ def _cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-def leaves_in(tree: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Iterate over the values in dicts, data classes, lists, and tuples that are not in `outer`."""
+def leaves_in(tree: Any) -> Iterator[Any]:
+    """Iterate over the values in dicts, data classes, lists, and tuples."""
     named = None if isinstance(tree, torch.Tensor) else named_values(tree)
-    if named is None and not isinstance(tree, list | tuple):
-        yield tree
-    elif not any(tree is each for each in outer):  # a container within itself
+    if named is not None or isinstance(tree, list | tuple):
         for each in tree if named is None else named.values():
-            yield from leaves_in(each, (*outer, tree))
+            yield from leaves_in(each)
+    else:
+        yield tree
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -117,11 +129,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of an optimizer, and of the optimizers in it if its own state lacks them."""
     state = dict(optimizer.state_dict())
     if inner := list(map(optimizer_state, inner_optimizers(optimizer))):
-        known = set(map(id, tensors_in(state)))
+        known = set(map(id, _tensors_in(state, set())))
         state[_INNER] = {
             number: each
             for number, each in enumerate(inner)
-            if not known.issuperset(map(id, tensors_in(each))) or not each.get("state")
+            if not known.issuperset(map(id, _tensors_in(each, set()))) or not each.get("state")
         }
     return state
 

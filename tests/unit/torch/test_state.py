@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from dataclasses import field, make_dataclass
 
 import cloudpickle
 import pytest
@@ -44,8 +45,8 @@ def test_copied_model_is_independent():
     model[0].bias.requires_grad_(False)
     model[2].weight = model[0].weight
     model(torch.ones(3, 2)).sum().backward()
-    model.eval()
-    model.kept = {"outputs": [next(model.parameters()) * 2]}  # of a forward pass, with its graph
+    model.eval().kept = {"outputs": [next(model.parameters()) * 2]}  # of a pass, with its graph
+    model.settings = make_dataclass("Unset", [("later", int, field(init=False))])()
     twin = copy_to_cpu(model)
     assert not twin.training
     assert twin.kept["outputs"][0].is_leaf
