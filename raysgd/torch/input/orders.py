@@ -141,13 +141,18 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
     return batches is not None and is_own
 
 
-def parts_of(data: Any) -> Iterator[Any]:
-    """Yield a data set, and all data sets that it refers to."""
-    yield data
-    inner = getattr(data, "datasets", ())
-    for part in (getattr(data, "dataset", None), *(inner if isinstance(inner, list) else ())):
-        if part is not None:
-            yield from parts_of(part)
+def parts_of(data: Any) -> list[Any]:
+    """Return a data set, and all data sets that its attributes refer to."""
+    parts = {id(data): data}
+    unread = [data]
+    while unread:
+        own = getattr(unread.pop(), "__dict__", {})  # a property may open files
+        inner = own.get("datasets")
+        for part in (own.get("dataset"), *(inner if isinstance(inner, list) else ())):
+            if part is not None and id(part) not in parts:
+                parts[id(part)] = part
+                unread.append(part)
+    return [*parts.values()]
 
 
 class EpochOrder:
@@ -176,9 +181,11 @@ class EpochOrder:
         sampler = self.sampler
         if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
             return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
-        memo: dict[int, Any] = {}  # what the copy does not copy
+        memo: dict[int, Any] = {}  # what the copy does not copy: data, and no random generators
         for part in parts_of(self._loader.dataset):
-            memo |= {id(each): each for each in (part, *getattr(part, "__dict__", {}).values())}
+            values = getattr(part, "__dict__", {}).values()
+            memo |= {id(each): each for each in values if hasattr(type(each), "__len__")}
+            memo[id(part)] = part
         with contextlib.suppress(Exception):  # the user's object may count its epochs
             sampler = copy.deepcopy(sampler, memo)
         return len({repr(draw_order(sampler, seed)) for seed in range(3)}) > 1
