@@ -8,12 +8,13 @@ Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea of log
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
-- ``options.layout.has_fixed_parts``: the parts of each step (`EpochPartition`), seeds for their
-  order, samples, and user code (`PartitionedLoader`), the batch size in the config of a worker
-  (`OperatorRunner`), and errors for batches that must not be split (`MicroBatching.refuse`, by
-  ``layout.fixed_by``). `TorchSources` rejects iterable data sets that cannot be grouped
-  into parts.
-- ``options.exact``: deterministic operations (`TorchRunner`). `TorchOptions` unsets split_on_oom.
+- ``options.layout``: the strategy (`mode_of`), the parts of each step (`EpochPartition`), seeds for
+  samples and user code (`PartitionedLoader`), the batch size in the config of a worker
+  (`OperatorRunner`) and its error (`Options`), and errors for batches that must not be split
+  (`MicroBatching.refuse`). `wrap_loader` groups no iterable data sets into parts: an error of
+  `TorchSources` replaces the warning of `DataSources`.
+- ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
+  (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``update.has_fixed_parts``: an update needs copies, and ends with its commit (`Update`). Each
   worker has the metrics of all (`CallProgress`, `OperatorRunner`), whose sums have a fixed order
   (`BadStepFilter`, `TrainingOperator`). The total of losses (`LossWeights`). Errors for steps that
