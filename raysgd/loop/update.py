@@ -47,14 +47,14 @@ class Update:
     loop, each batch has its own, which never opens. Each worker has one object, and `reset`
     prepares it for the next update. Its states:
 
-    ==========  =============================  ==================================================
-    state       fields                         what follows
-    ==========  =============================  ==================================================
-    CLOSED      ``index == -1``                OPEN, by `begin_micro_batch`
-    OPEN        ``index >= 0``                 OPEN, COMMITTING, or `reset` after a roll-back
-    COMMITTING  ``index >= 0, is_committing``  COMMITTED by `commit`, or `reset` after a roll-back
-    COMMITTED   ``index == -1``                CLOSED, by `reset`
-    ==========  =============================  ==================================================
+    ==========  ==============================  =================================================
+    state       fields                          what follows
+    ==========  ==============================  =================================================
+    CLOSED      ``index == -1``                 OPEN, by `begin_micro_batch`
+    OPEN        ``index >= 0``                  OPEN, COMMITTING, or `reset` after a roll-back
+    COMMITTING  ``index >= 0, is_committing``   COMMITTED by `commit`, or `reset` after a roll-back
+    COMMITTED   ``index == -1, is_committing``  CLOSED, by `reset`
+    ==========  ==============================  =================================================
 
     What happens between a backward pass and the commit. An update of one micro-batch may repeat
     backward passes and steps, for other losses and optimizers:
