@@ -29,6 +29,9 @@ from raysgd.comm.network import shut_down
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+SAME_COLLECTIVES = (
+    "All ranks must call the same collectives in the same order, with tensors of the same size"
+)
 _HEADER = struct.Struct("=QQ")
 _RANK = struct.Struct("=Q")
 _CLOSE_S = 5.0
@@ -157,8 +160,7 @@ class Mesh:
                     self._break(
                         f"Reduction {number} of small tensors has {content.nbytes} bytes on this "
                         f"rank, but rank {rank} is in reduction {theirs[0]} with {theirs[1]} "
-                        "bytes. All ranks must call the same collectives in the same order, with "
-                        "tensors of the same size"
+                        f"bytes. {SAME_COLLECTIVES}"
                     )
             late = [rank for rank in self._peers if unsent[rank] or missing[rank]]
             if not late:

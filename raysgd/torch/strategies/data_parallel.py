@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import OTHER
+from raysgd.comm.mesh import SAME_COLLECTIVES
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import Replication
 from raysgd.loop.update import Update
@@ -195,7 +196,7 @@ class ReplicatedGradients(UserWrappedGradients):
             return
         except RuntimeError as error:
             # The other workers are in another collective, because they have no changes.
-            if not averaged or "must call the same collectives" not in str(error):
+            if not averaged or SAME_COLLECTIVES not in str(error):
                 raise
         rank = dist.get_rank()  # outside of the handler, because the error has another cause
         raise ReplicasDifferError(
