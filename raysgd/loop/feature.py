@@ -36,7 +36,7 @@ class StepFeature:
     - The optimizers. It may register hooks of their steps, for what the updates themselves do.
     """
 
-    needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
+    why_optimizer_step: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
     bad_steps: Sequence[dict[str, Any]] = ()  # that were not applied, oldest first

@@ -66,11 +66,11 @@ class Update:
                            pass, or else before the step
     ``optimizer_step()``   ``requested`` has the optimizer. Before the last micro-batch, it ends
                            here, and takes the gradients
-    - averages             ``in_helper`` begins. ``divisor`` is 0 if no worker has items
+    - averages             ``in_optimizer_step`` begins. ``divisor`` is 0 if no worker has items
     - features             ``before_optimizer_step`` may set `bad_step`
     - the step, if both    ``running`` is the optimizer, as in ``optimizer.step()`` of user code
       allow it
-    - the end              ``done`` counts the step, also without one, and ``in_helper`` ends
+    - the end              ``done`` counts the step, even if skipped. ``in_optimizer_step`` ends
     the next request       `should_commit`, and features may refuse in ``before_commit``
     =====================  ======================================================================
     """
@@ -162,7 +162,7 @@ class OptimizerSteps:
 
     def reset(self) -> None:
         self.running: Any = None  # the optimizer whose step runs
-        self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
+        self.in_optimizer_step = False  # the optimizer's step runs within ``optimizer_step``
         self.requested: set[int] = set()
         """IDs of the optimizers whose step was requested in this micro-batch."""
         self.done: defaultdict[int, int] = defaultdict(int)

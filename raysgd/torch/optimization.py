@@ -132,7 +132,7 @@ class Optimization(StepFeature):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False
         steps = update.optimizer_steps
-        steps.in_helper, before = True, steps.done.get(id(optimizer))
+        steps.in_optimizer_step, before = True, steps.done.get(id(optimizer))
         try:
             self._train_state.exchange.average(optimizer)
             if update.losses.divisor:
@@ -141,7 +141,7 @@ class Optimization(StepFeature):
                 if update.bad_step is None:
                     self._train_state.precision.step(optimizer)
         finally:
-            steps.in_helper = False
+            steps.in_optimizer_step = False
         if steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._after_optimizer_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -157,7 +157,7 @@ class Optimization(StepFeature):
         if update.is_warm_up:
             raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not update.optimizer_steps.in_helper:
+        if not update.optimizer_steps.in_optimizer_step:
             self._train_state.timing.begin(OPTIMIZER)
             self.checks.check_direct_step(optimizer)
             if closure is None:
@@ -181,7 +181,7 @@ class Optimization(StepFeature):
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._train_state.optimizers:
             self._update.optimizer_steps.end(optimizer)
-            if not self._update.optimizer_steps.in_helper:
+            if not self._update.optimizer_steps.in_optimizer_step:
                 self._train_state.timing.begin(OTHER)
 
     def _before_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -30,7 +30,7 @@ class BadStepFilter(StepFeature):
     shows it to all of them.
     """
 
-    needs_helper = "bad_steps"
+    why_optimizer_step = "bad_steps"
 
     def __init__(self, train_state: TorchTrainState, options: BadSteps) -> None:
         if len(train_state.optimizers) != 1:

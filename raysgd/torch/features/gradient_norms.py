@@ -23,7 +23,7 @@ class GradientNorms(StepFeature):
             check_number("register", "max_grad_norm", max_norm)
             if max_norm == 0:
                 raise ValueError("register(max_grad_norm=0): must be above 0.")
-            self.needs_helper = f"max_grad_norm={max_norm}"
+            self.why_optimizer_step = f"max_grad_norm={max_norm}"
         self._train_state, self._max_norm = train_state, max_norm
         self._is_logged = False
         self._norms: dict[int, torch.Tensor] = {}

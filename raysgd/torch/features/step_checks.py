@@ -37,7 +37,7 @@ class StepChecks(StepFeature):
         if train_state.context.distributed:
             collectives.watch_user_code(self._refuse_collective)
 
-    needs_helper: str = forward_to(
+    why_optimizer_step: str = forward_to(
         lambda self: (
             f"gradient_accumulation_steps={self._train_state.accumulation_steps}"
             if self._train_state.accumulation_steps > 1
@@ -166,7 +166,7 @@ class StepChecks(StepFeature):
                 "not have. Override train_batch, and call self.optimizer.step(closure) in it."
             )
         if self._watched and self._have_changed(optimizer):
-            why = self.needs_helper or self._precision.name
+            why = self.why_optimizer_step or self._precision.name
             raise RuntimeError(
                 "train_batch changes gradients between self.backward(loss) and self.optimizer_step("
                 f"optimizer). With {why}, they are not final there. Clip with "
@@ -183,7 +183,7 @@ class StepChecks(StepFeature):
         if update.is_open:
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
         features = self._train_state.features
-        why = next((each.needs_helper for each in features if each.needs_helper), "")
+        why = next((each.why_optimizer_step for each in features if each.why_optimizer_step), "")
         if not why and update.losses.uses_backward and self._precision.scales_loss:
             why = f"the scaled gradients of self.backward(loss) under {self._precision.name}"
         if why:
@@ -220,7 +220,7 @@ class StepChecks(StepFeature):
         self._refuse_split(why)
         if not self._update.has_one_micro_batch:
             raise RuntimeError(
-                f"{why}. With {self.needs_helper}, call self.backward(loss) and "
+                f"{why}. With {self.why_optimizer_step}, call self.backward(loss) and "
                 "self.optimizer_step(optimizer) once for every batch. For a batch without a loss, "
                 "pass num_samples=0, and pass the number of samples for all other batches."
             )

@@ -44,6 +44,7 @@ from raysgd.torch.tensors import copy_leaf, kind_of, multiply_all, parameters_of
 from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "num_shards"
+_MODE = 'exact="bits"'
 _SHARDS_DIFFER = (
     "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
     "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
@@ -60,7 +61,7 @@ class EqualBitsGradients(GroupGradients):
     """
 
     keeps_all_equal = True
-    needs_helper = 'exact="bits"'
+    why_optimizer_step = _MODE
     num_workers = 1  # gradients are summed
 
     def __init__(self, train_state: TorchTrainState) -> None:
@@ -76,7 +77,7 @@ class EqualBitsGradients(GroupGradients):
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        call, options = f"TorchTrainer({self.needs_helper})", self._train_state.settings.options
+        call, options = f"TorchTrainer({_MODE})", self._train_state.settings.options
         conflicts.check("equal bits", call, options, self._train_state.models)
 
     def start_together(self) -> None:
@@ -97,7 +98,7 @@ class EqualBitsGradients(GroupGradients):
         first = self._train_state.collectives.broadcast(lambda: own, 0)
         if self._train_state.collectives.any_rank(own != first):
             raise RuntimeError(
-                f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "
+                f"{_MODE} needs workers of one kind, but worker 0 has {first}, and "
                 f"another worker differs (this one has {own}). Choose equal hosts with "
                 "resources_per_worker."
             )
@@ -147,7 +148,7 @@ class EqualBitsGradients(GroupGradients):
             self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
             step = self._train_state.global_step
-            raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, step))
+            raise RuntimeError(_SHARDS_DIFFER.format(_MODE, step))
         self._stepped, self._stepped_before = [], self._stepped
 
     def before_commit(self, update: Update) -> None:
@@ -184,7 +185,7 @@ class EqualBitsGradients(GroupGradients):
         gradients = [p.grad for p in parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise ValueError(
-                f"{self.needs_helper}: {type(optimizer).__name__} has sparse gradients, whose sums "
+                f"{_MODE}: {type(optimizer).__name__} has sparse gradients, whose sums "
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
@@ -207,7 +208,7 @@ class EqualBitsGradients(GroupGradients):
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers, 1)}
         if not update.is_open or id(optimizer) not in numbers:
             raise RuntimeError(
-                f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
+                f"{_MODE} works only within train_batch, for batches that train_epoch "
                 "draws from its iterator, and for registered optimizers."
             )
         self.take_gradients(optimizer)
@@ -246,7 +247,7 @@ class EqualBitsGradients(GroupGradients):
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         max_step, max_kind, minus_min_step, minus_min_kind, *agreed = maxima.tolist()
         if (max_step, max_kind) != (-minus_min_step, -minus_min_kind):
-            raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, -minus_min_step))
+            raise RuntimeError(_SHARDS_DIFFER.format(_MODE, -minus_min_step))
         return agreed[: len(flags)]
 
 
@@ -301,7 +302,7 @@ class EqualBitsBuffers:
         """Raise RuntimeError if buffers have changed since the last call of another method."""
         if self._versions != self._newest_versions():
             raise RuntimeError(
-                'exact="bits": train_batch changes buffers after self.optimizer_step, for example '
+                f"{_MODE}: train_batch changes buffers after self.optimizer_step, for example "
                 "by a forward pass in train mode. Change them before it."
             )
 
@@ -453,4 +454,4 @@ def _check_modules(models: Sequence[torch.nn.Module]) -> None:
             why, remedy = "has sparse buffers", "Create them with to_dense()"
         else:
             continue
-        raise ValueError(f'exact="bits" does not work with {name}, which {why}. {remedy}.')
+        raise ValueError(f"{_MODE} does not work with {name}, which {why}. {remedy}.")

@@ -163,7 +163,7 @@ class ShardedOptimizer(StepFeature):
         self._restore_params()
         for piece in self._pieces:
             piece.version = self._version + 1
-        if self._train_state.update.optimizer_steps.in_helper:
+        if self._train_state.update.optimizer_steps.in_optimizer_step:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self._apply_updates()
