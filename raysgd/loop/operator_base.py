@@ -187,7 +187,7 @@ class OperatorBase:
         }
 
     def _measure(self, meters: AverageMeterCollection, metrics: Any) -> None:
-        """Add the metrics of a batch, or of a part of a batch. They count if its update counts."""
+        """Add the metrics of a micro-batch. They count if its update counts."""
         update = self._train_state.update
         micro_batch = update.micro_batch
         weight = weight_of(self.train_batch, metrics, micro_batch.weight)

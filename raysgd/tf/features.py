@@ -89,7 +89,7 @@ class ReplicaSync(StepFeature):
 
 
 class KerasOptimization(StepFeature):
-    """Accumulates the gradients of a batch's parts, averages them over the workers, and updates.
+    """Accumulates gradients of micro-batches, averages them over the workers, and updates.
 
     With several optimizers, this feature copies the variables before an update, because a later
     update of the step may fail.
@@ -105,7 +105,7 @@ class KerasOptimization(StepFeature):
             self._train_state.micro_batching.refuse("train_batch does not call self.minimize()")
 
     def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """Average gradients over the workers and update, or accumulate them until the last part."""
+        """Average gradients over workers and update, or add them up until the last micro-batch."""
         collectives, update = self._train_state.collectives, self._train_state.update
         if update.optimizer_steps.requested:
             why = "train_batch calls self.minimize() several times"

@@ -224,7 +224,7 @@ class TrainingOperator(OperatorBase):
         """Make one update that lowers a loss, in your own ``train_batch``.
 
         This method computes gradients in a graph, averages them over the workers, and applies them
-        on all workers or on none. If a batch comes in parts, the last part makes the update.
+        on all workers or on none. If a batch is split, its last micro-batch makes the update.
 
         Args:
             loss_of: Function of `tensors` that returns the mean loss of the batch, or a tuple that

@@ -49,7 +49,7 @@ def features_of(
     if train_state.has_all_parameters:  # otherwise, the shards restore them and their optimizer
         yield Rollback(train_state.optimizers, train_state.models, options.bad_steps is not None)
     yield train_state.buffer_copies  # for discarded updates
-    yield train_state.micro_batching  # parts of batches that do not fit into memory
+    yield train_state.micro_batching  # of batches that do not fit into memory
     yield own.schedules  # learning rates
     yield own.averaging  # averages of the weights
     if options.elastic.shares == "measured":

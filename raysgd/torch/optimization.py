@@ -6,7 +6,7 @@
 of an update          methods of the operator      methods of PyTorch
 ====================  ===========================  ===================================
 loss                  ``backward``: weights        ``loss.backward()``: equal weights
-accumulation, parts   yes                          an error, or whole batches
+micro-batches         yes                          an error, or whole batches
 averages              in the last backward pass,   in each backward pass, else before
                       else in `Optimization.step`  the step
 clipping, unscaling   `before_optimizer_step`      by user code
@@ -53,7 +53,7 @@ _UNCOUNTED = (
 class Optimization(StepFeature):
     """Computes the updates of one operator, from losses to the steps of optimizers.
 
-    Batches come in groups of ``accumulation_steps``, and large batches in parts. The last
+    Batches come in groups of ``accumulation_steps``, and large batches in micro-batches. The last
     micro-batch makes the update. If a loop does not use its iterator, each batch is a group.
     `Update` has the order of a micro-batch, and `StepChecks` checks it. The exchange, or else
     `AccumulatedGradients`, takes the gradients of earlier micro-batches out of ``.grad``.

@@ -1,4 +1,4 @@
-"""Step schedulers, and detect schedulers that `train_batch` steps in each part of a batch."""
+"""Step schedulers, and detect schedulers that `train_batch` steps in each micro-batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Schedules(StepFeature):
         self._states = None
 
     def begin_micro_batch(self, update: Update) -> None:
-        """Undo and reject a scheduler step that `train_batch` makes in a part of a batch."""
+        """Undo and reject a scheduler step that `train_batch` makes in each micro-batch."""
         if not update.is_split:
             return
         train_state = self._train_state

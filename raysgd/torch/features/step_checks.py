@@ -22,7 +22,7 @@ _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 class StepChecks(StepFeature):
     """Checks the order of losses and steps in `train_batch`, and that it changes no gradients.
 
-    What one batch may do can be wrong for a part of a batch. The loop then repeats the step with
+    What one batch may do can be wrong for a micro-batch of it. The loop then repeats the step with
     whole batches, unless an accumulation needs several.
     """
 
@@ -206,7 +206,7 @@ class StepChecks(StepFeature):
     def _have_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether user code has changed gradients since a loss, for example by clipping.
 
-        Reject parts if it changes the gradients of a part.
+        Refuse to split batches if it changes the gradients of a micro-batch.
         """
         seen = self._watched.get(id(optimizer))
         changed = seen is not None and bool(seen.find_changed())
