@@ -238,16 +238,16 @@ class Loop:
         train_state = self.train_state
         source.current_epoch = train_state.epoch
         steps_left = source.steps_left(train_state.offset)
-        have_batches: Callable[[int], int] | None = None
+        agree_on_batch: Callable[[int], int] | None = None
         self._rank_with_fewest = None
         if not source.is_partitioned and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
             if steps_left is not None:
                 steps_left = self._fewest_batches(steps_left)
             else:
-                have_batches = self._fewest_batches
+                agree_on_batch = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
-            have_batches = partial(agree_on_samples, source, train_state.collectives)
+            agree_on_batch = partial(agree_on_samples, source, train_state.collectives)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         after_commit: list[Callable[[], None]] = []
@@ -257,7 +257,14 @@ class Loop:
             after_commit.append(self._end_at_bad_loss)
         read = partial(self._read_rest, source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state, source, self.control, read, limit, steps_left, have_batches, after_commit
+            train_state,
+            source,
+            self.control,
+            read,
+            limit=limit,
+            steps_left=steps_left,
+            agree_on_batch=agree_on_batch,
+            after_commit=after_commit,
         )
 
     def _end_at_bad_loss(self) -> None:

@@ -32,7 +32,7 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source if memory ran out.
 
-    `open_batches` returns the iterator over the source. `have_batches` returns 0 if any rank has
+    `open_batches` returns the iterator over the source. `agree_on_batch` returns 0 if any rank has
     no batch, and may compare the samples of ranks. The functions `after_commit` run after each
     commit, unless the loop has raised.
     """
@@ -43,7 +43,7 @@ class StepIterator:
     open_batches: Callable[[], Iterator[Any]]
     limit: int | None = None
     steps_left: int | None = None
-    have_batches: Callable[[int], int] | None = None
+    agree_on_batch: Callable[[int], int] | None = None
     after_commit: Sequence[Callable[[], None]] = ()
 
     has_paused = False
@@ -203,7 +203,7 @@ class StepIterator:
         timing.begin(OTHER)
         if batch is not _NOTHING:
             self._ahead.append(batch)  # a worker may be lost during the collective
-        if self.have_batches is not None and not self.have_batches(len(self._ahead)):
+        if self.agree_on_batch is not None and not self.agree_on_batch(len(self._ahead)):
             self._ahead.clear()
         if not self._ahead:
             self._is_exhausted = True
