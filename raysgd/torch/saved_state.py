@@ -77,10 +77,10 @@ class TorchSavedState(SavedState):
             apply()
 
     def compare_setup(self, leader_rank: int) -> None:
-        own, collectives = self._unchanged_digests(), self._train_state.collectives
-        pairs = zip(collectives.broadcast(lambda: own, leader_rank), own, strict=True)
+        own, group = self._unchanged_digests(), self._train_state.collectives
+        pairs = zip(group.broadcast(lambda: own, leader_rank), own, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
-        self._train_state.frozen.are_reproducible = collectives.all_reduce_min(has_all)[0] > 0
+        self._train_state.frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
 
     def _unchanged_digests(self) -> list[dict[str, int]]:
         self._train_state.frozen.forget()
