@@ -145,8 +145,8 @@ class Update:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
         self.index = -1
         for key, count in self.optimizer_steps.done.items():
-            if count > self.optimizer_steps.max_steps.get(key, 0):
-                self.optimizer_steps.max_steps[key] = count
+            if count > self.optimizer_steps.usual_counts.get(key, 0):
+                self.optimizer_steps.usual_counts[key] = count
 
 
 class OptimizerSteps:
@@ -155,7 +155,7 @@ class OptimizerSteps:
     def __init__(self, update: Update) -> None:
         self._update = update
         self.optimizers: Sequence[Any] = ()
-        self.max_steps: dict[int, int] = {}
+        self.usual_counts: dict[int, int] = {}
         """Most steps of an update that counted, by the ID of the optimizer."""
         self.have_begun = False  # some step of an optimizer, or of one that it wraps
         self.reset()
@@ -183,7 +183,7 @@ class OptimizerSteps:
         """Whether a failure can come between optimizer steps, or between a step and the commit."""
         if self._update.has_fixed_parts:
             return True  # a worker can be lost between its step and the commit
-        return len(self.optimizers) > 1 or max(self.max_steps.values(), default=0) > 1
+        return len(self.optimizers) > 1 or max(self.usual_counts.values(), default=0) > 1
 
     @property
     def are_complete(self) -> bool:
@@ -193,7 +193,7 @@ class OptimizerSteps:
         """
         if self._update.has_fixed_parts or self.running is not None or not self.optimizers:
             return False
-        usual = {id(each): self.max_steps.get(id(each), 1) for each in self.optimizers}
+        usual = {id(each): self.usual_counts.get(id(each), 1) for each in self.optimizers}
         return all(self.done.get(key, 0) >= count for key, count in usual.items())
 
 

@@ -159,8 +159,8 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     trainer, called = spied(operator_cls, {"num_samples": 24})
     operator, refused = trainer.get_local_operator(), []
     state = operator._train_state
-    max_steps = state.update.optimizer_steps.max_steps
-    max_steps[id(operator.optimizer)] = 2  # so that the step is undone
+    usual_counts = state.update.optimizer_steps.usual_counts
+    usual_counts[id(operator.optimizer)] = 2  # so that the step is undone
 
     def refuse(update):
         refused.append(update)
