@@ -54,21 +54,24 @@ class StepChecks(StepFeature):
         self._watch_gradients(self._precision.scales_loss)
 
     def before_commit(self, update: Update) -> None:
+        self.check_has_stepped(update)
+
+    def check_has_stepped(self, update: Update) -> None:
+        """Reject an update of several micro-batches without a step of an optimizer."""
         if update.losses.num_earlier and not update.optimizer_steps.done:
             self._reject("train_batch makes no update in the last batch of a group")
 
     def commit(self, update: Update) -> None:
         self._watched.clear()
         steps, losses, why = update.optimizer_steps, update.losses, ""
-        has_stepped = bool(steps.done)
-        self._keeps_gradients = not has_stepped and any(map(_has_gradients, steps.optimizers))
+        self._keeps_gradients = not steps.done and any(map(_has_gradients, steps.optimizers))
         if self._collective or self._train_state.settings.options.elastic.shares != "even":
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
             elif self._collective and losses.counted_items is None:
                 why = f"calls {self._collective}, and self.backward(loss) without num_samples"
         num_even = self._train_state.context.world_size * update.plan.num_samples if why else 0
-        if has_stepped and why and update.plan.total_samples not in (None, num_even):
+        if steps.done and why and update.plan.total_samples not in (None, num_even):
             self._train_state.settings.warn_once(
                 "weight",
                 "The workers have different numbers of samples in step %d, and train_batch %s. "
