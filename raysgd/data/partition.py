@@ -95,7 +95,7 @@ class EpochPartition:
 
     def step_sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
         """Iterate over the sample counts of the group's steps from `offset`."""
-        num_samples = max(0, self._end(offset, num_steps) - offset)
+        num_samples = max(0, self._end_of_steps(offset, num_steps) - offset)
         num_full, rest = divmod(num_samples, self.step_size)
         return itertools.chain(itertools.repeat(self.step_size, num_full), [rest] * (rest > 0))
 
@@ -105,7 +105,7 @@ class EpochPartition:
         `num_steps` limits the steps of the group.
         """
         if not self.training:
-            end = self._end(offset, num_steps)
+            end = self._end_of_steps(offset, num_steps)
             for start in self._own_starts(offset, end):
                 yield start, min(start + self.batch_size, end)
             return
@@ -126,7 +126,7 @@ class EpochPartition:
         first = offset + self.rank * self.batch_size
         return range(first, end, self.world_size * self.batch_size)
 
-    def _end(self, offset: int, num_steps: int | None) -> int:
+    def _end_of_steps(self, offset: int, num_steps: int | None) -> int:
         end = self.end(offset)
         return end if num_steps is None else min(end, offset + num_steps * self.step_size)
 

@@ -275,7 +275,7 @@ class PartitionedSource(BatchSource):
         if follows_config and layout.num_parts is not None and requested_batch is not None:
             size = requested_batch // layout.num_parts
         super().__init__(loader)
-        self._length, self.keeps_step_size = epoch_size, layout.num_parts is not None
+        self._epoch_size, self.keeps_step_size = epoch_size, layout.num_parts is not None
         self._partition = EpochPartition(
             sys.maxsize if epoch_size is None else epoch_size,
             1 if size is None else size,
@@ -301,7 +301,7 @@ class PartitionedSource(BatchSource):
     epoch_samples: int = forward_to(lambda self: self.partition.end(0))
 
     def __len__(self) -> int:
-        if self._length is None:
+        if self._epoch_size is None:
             raise TypeError(f"{self.describe()} has no length.")
         return self.partition.num_batches()
 
@@ -320,7 +320,7 @@ class PartitionedSource(BatchSource):
         return partition.plan(tuple(partition.step_sizes(offset, num_steps)))
 
     def steps_left(self, offset: int) -> int | None:
-        return None if self._length is None else self.partition.num_steps(offset)
+        return None if self._epoch_size is None else self.partition.num_steps(offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         return self._partition.offset_after(offset, num_steps)

@@ -302,7 +302,7 @@ class DatasetSource(PartitionedSource):
         return self.loader.element_spec
 
     def fingerprint(self) -> str:
-        return f"{self._length} batches of {self.loader.element_spec}"
+        return f"{self._epoch_size} batches of {self.loader.element_spec}"
 
     def describe(self) -> str:
         return f"{self.loader!r}, for {self._partition.world_size} workers"

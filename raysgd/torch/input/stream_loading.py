@@ -88,7 +88,7 @@ class StreamSource(PartitionedSource):
             offset += size
             if not partition.training:
                 self._buffer.trim(offset)
-        if offset == self._length:
+        if offset == self._epoch_size:
             self._read_to(offset, 1)  # code of the loader after its last batch may matter
 
     def _batch(self, start: int, stop: int) -> Any:
