@@ -99,8 +99,8 @@ class Optimization(StepFeature):
             if count.items is None and not count.is_sum:
                 self.checks.warn_of_dropped_samples()
         self.checks.before_backward(count)
-        copies = len(self._train_state.optimizers) > 1
-        self._accumulated.restore(is_first=not update.losses.has_loss, copies=copies)
+        clones = len(self._train_state.optimizers) > 1
+        self._accumulated.restore(is_first=not update.losses.has_loss, clones=clones)
         exchange = train_state.exchange
         factors = update.losses.add(count, exchange.num_workers, exchange.all_reduce_sum)
         if factors.earlier != 1.0:
@@ -227,18 +227,18 @@ class AccumulatedGradients:
                 self._aside.setdefault(parameter, gradient)
                 parameter.grad = None
 
-    def restore(self, is_first: bool, copies: bool) -> None:
+    def restore(self, is_first: bool, clones: bool) -> None:
         """Restore the gradients before a loss, also after a ``zero_grad`` between two losses.
 
         `is_first`: whether it is the first loss of the micro-batch. With several optimizers, pass
-        `copies`, because ``zero_grad`` must discard gradients that a loss added to the parameters
+        `clones`, because ``zero_grad`` must discard gradients that a loss added to the parameters
         of another optimizer.
         """
         if is_first:
             self.restored, self._aside = self._aside, {}
         for parameter, gradient in self.restored.items():
-            if is_first or (copies and parameter.grad is None):
-                parameter.grad = gradient.clone() if copies else gradient
+            if is_first or (clones and parameter.grad is None):
+                parameter.grad = gradient.clone() if clones else gradient
             elif parameter.grad is None:
                 raise RuntimeError(
                     "zero_grad() between two losses of a batch removed accumulated gradients. Call "

@@ -52,7 +52,7 @@ def register(
     horovod_args = as_dict("register", "horovod_args", horovod_args)
     modules = as_registered("models", models, torch.nn.Module)
     registered = as_registered("optimizers", optimizers, torch.optim.Optimizer)
-    train_state.optimizers = _separate(registered)
+    train_state.optimizers = _with_own_tensors(registered)
     options, precision = train_state.settings.options, train_state.precision
     trained = [each for each in criteria if is_trained(each, train_state.optimizers, modules)]
     train_state.num_criteria = len(trained)
@@ -94,7 +94,7 @@ def _as_apex_args(train_state: TorchTrainState, arguments: Any) -> dict[str, Any
     return apex_args
 
 
-def _separate(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def _with_own_tensors(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Give each parameter group its own tensors as options.
 
     PyTorch gives all groups the tensor that it gets as learning rate, so that a scheduler could not
