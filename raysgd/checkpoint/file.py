@@ -57,16 +57,16 @@ def write_file(
             infinity in models, optimizers, or averages.
     """
     target = Location(path)
-    manifest = dataclasses.replace(manifest or Manifest(), **facts_of(state))
+    manifest = dataclasses.replace(manifest or Manifest(), **manifest_entries(state))
     return _write(target, manifest, lambda file: write_state(state, target.label, file))
 
 
-def facts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def manifest_entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a manifest that the state has."""
-    facts = {key: _loadable(state.get(key, 0)) for key in ("epoch", "global_step")}
+    counts = {key: _loadable(state.get(key, 0)) for key in ("epoch", "global_step")}
     provenance, data = state.get("provenance", {}), state.get("data", {})
     known = {key: data[key] for key in ("seed", "loaders") if provenance and key in data}
-    return {**facts, "provenance": {**provenance, **known}}
+    return {**counts, "provenance": {**provenance, **known}}
 
 
 def _write(target: Location, manifest: Manifest, write: Callable[[Any], Any]) -> str:

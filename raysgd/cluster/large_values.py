@@ -42,7 +42,7 @@ class FileContent(NamedTuple):
 
     write: Callable[[Any], None]
     """Writes it to a file that is open for writing."""
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """What the driver must know of the content."""
 
 

@@ -306,7 +306,7 @@ class Worker:
         payload = value
         if inbox is not None and isinstance(value, FileContent):
             try:
-                payload = send(inbox, pickle.dumps(value.facts), (), value.write)
+                payload = send(inbox, pickle.dumps(value.metadata), (), value.write)
             except Exception as error:  # the answer is why the content could not be written
                 payload = _pack_error(_bare(error))
         elif self._remote:

@@ -95,7 +95,7 @@ class Loop:
             batching = state["batching"].items()
             state["batching"] = {name: each for name, each in batching if not each[1]}
         if receiver == "file":
-            state["data"]["loaders"] = data.facts
+            state["data"]["loaders"] = data.loader_summaries
         state["epoch"] = train_state.epoch + (train_state.offset > 0)
         state |= self.saved_state.read()
         if receiver == "snapshot":

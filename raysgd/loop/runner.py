@@ -15,7 +15,7 @@ from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
-from raysgd.checkpoint.file import facts_of, write_state
+from raysgd.checkpoint.file import manifest_entries, write_state
 from raysgd.cluster.large_values import FileContent, Incoming
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.elastic.call import (
@@ -223,7 +223,7 @@ class OperatorRunner(Runner, ABC):
                     state = {**self.state_dict(request.frozen), **request.driver_entries}
                     state["data"]["rng"] = request.generators
                     write = functools.partial(write_state, state, request.label)
-                    return FileContent(write, facts_of(state))
+                    return FileContent(write, manifest_entries(state))
                 case LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
                 case requests.PrepareExportRequest():

@@ -36,7 +36,7 @@ class DataSources(ABC):
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         self.registered_loaders += [train_loader, validation_loader]
-        self.__dict__.pop("facts", None)
+        self.__dict__.pop("loader_summaries", None)
         loaders = {"train": train_loader, "validation": validation_loader}
         for name, loader in loaders.items():
             if loader is not None:
@@ -154,17 +154,17 @@ class DataSources(ABC):
         return {name: text for name, text in texts.items() if text}
 
     @functools.cached_property
-    def facts(self) -> dict[str, dict[str, Any]]:
+    def loader_summaries(self) -> dict[str, dict[str, Any]]:
         """The number of samples, if known, and a fingerprint of each registered loader."""
-        facts: dict[str, dict[str, Any]] = {}
+        summaries: dict[str, dict[str, Any]] = {}
         for name in filter(self.has, ("train", "validation")):
             source = self._sources[name]
             known = source.epoch_samples if source.knows_sizes else 0  # 0 also counts as unknown
             total = length_of(getattr(source.loader, "dataset", None)) or known
-            facts[name] = {"samples": total} if total else {}
+            summaries[name] = {"samples": total} if total else {}
             shown = without_secrets(source.fingerprint() or source.describe())
-            facts[name]["fingerprint"] = without_homes(shown)
-        return facts
+            summaries[name]["fingerprint"] = without_homes(shown)
+        return summaries
 
     def batching(self) -> dict[str, tuple[int, bool]]:
         """Return the `BatchSource.batching` of each loader whose batches raysgd creates."""
