@@ -176,8 +176,12 @@ class Controller:
             case Do.REJOIN:
                 return forming.rejoin()
             case Do.RESTART:
-                self._lacks_state = context.call.replaces_state
-                return forming.restart(self.state.budget.min_workers)
+                self._lacks_state, before = context.call.replaces_state, self.progress
+                try:
+                    return forming.restart(self.state.budget.min_workers)
+                except BaseException:  # the next call restarts again, and repeats the lost steps
+                    self.journal.progress = before
+                    raise
             case Do.RESCUE_STATE:
                 self.journal.progress = self.snapshots.rescue(context.commands) or self.progress
             case Do.CHECK_SNAPSHOT:

@@ -166,6 +166,20 @@ def test_the_next_call_works_after_ctrl_c(world, is_deaf):
     assert causes["resumed"] == ("" if is_deaf else "interrupted by Ctrl-C")
 
 
+def test_steps_lost_before_ctrl_c_in_a_restart_are_left_to_the_next_call(world):
+    controller = world.drive(3).controller
+
+    def interrupt():
+        if kinds(controller)[-1] == "restarted":
+            raise KeyboardInterrupt
+
+    controller.journal.on_event = lambda: interrupt
+    world.at_step(25, lambda: [member.die("OOM") for member in controller.members])
+    with pytest.raises(KeyboardInterrupt):
+        train(controller, max_losses=1)
+    assert controller.progress.global_step > world.kept_by_driver == 20
+
+
 def test_on_wait_gets_the_progress_of_the_workers(world):
     controller = world.drive(3).controller
     seen = []
@@ -209,15 +223,10 @@ def test_drain_of_an_unknown_rank_is_an_error(world):
         controller.drain(None, 3, None)
 
 
-def test_calls_in_a_fork_of_the_driver_are_an_error(world):
-    controller = world.drive(1).controller
+def test_a_fork_of_the_driver_neither_calls_nor_ends_the_workers(world):
+    controller = world.drive(3).controller
     controller._pid += 1
     with pytest.raises(RuntimeError, match="This process was forked from the process of"):
         run(controller, "work")
-
-
-def test_a_fork_of_the_driver_does_not_end_the_workers(world):
-    controller = world.drive(3).controller
-    controller._pid += 1
     controller.shutdown(force=True)  # a forked process calls this when it exits
     assert not any(member.dead for member in world.workers)
