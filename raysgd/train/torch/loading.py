@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data.partition import StepLayout
-from raysgd.data.source import BatchSource, own_ranks
+from raysgd.data.source import BatchSource, once, own_ranks
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loading import why_not_partitioned, wrap_loader
@@ -74,7 +75,7 @@ class PreparedLoader(DataLoader[Any]):
         self.__dict__.update(loader.__dict__)
         self._loader = loader
         if not is_split:
-            self._source: Any = BatchSource(loader)
+            self._source: Any = BatchSource(loader, has_length=False)
             sampler: Any = loader.sampler
             if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
                 sampler.set_epoch = functools.partial(_set_epoch, sampler, seed)
@@ -104,8 +105,10 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         sampler, (epoch, offset) = self._worker_sampler, self._next_position()
         self._pass = None
-        # The user sets the epoch of a loader that is not split.
-        batches = self._source.batches(None if sampler is None else epoch, offset)
+        if sampler is None:  # `BatchSource` would keep the iterator of a loop that the user leaves
+            batches: Iterator[Any] = itertools.islice(once(self._loader), offset, None)
+        else:
+            batches = self._source.batches(epoch, offset)
         if (device := self._device) is not None and self._ahead:
             batches = _prefetch(batches, device)
         elif device is not None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 
 import pytest
 import torch
@@ -97,10 +98,7 @@ def test_the_users_own_sampler_follows_the_epoch_and_may_set_it():
     assert [rows(worker)[0], rows(worker)[0]] == [3, 4]
     worker.sampler.set_epoch(7)
     assert [rows(worker)[0], rows(worker)[0]] == [7, 8]
-
-
-def test_the_users_own_sampler_draws_the_same_global_random_numbers_on_all_workers():
-    parts = parts_of(lambda: loader(sampler=OwnSampler()))
+    parts = parts_of(lambda: loader(sampler=OwnSampler()))  # of the same random numbers
     assert sorted(parts[0] + parts[1]) == list(range(8))
 
 
@@ -258,6 +256,9 @@ def test_loader_that_is_not_partitioned_begins_once_in_an_epoch():
     worker = prepared(own, size=1, ahead=False)
     assert [batch.tolist() for batch in worker] == [[0, 1], [2, 3], [4, 5]]
     assert own.began == 1
+    before = sys.getrefcount(own)
+    next(iter(worker))
+    assert sys.getrefcount(own) == before  # an iterator would keep its processes
 
 
 @on_gpu
