@@ -408,8 +408,11 @@ class BackendExecutor:
                 f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
                 "checkpoint of worker 0: report a checkpoint there."
             )
-        self.checkpoints.save(result, result.checkpoint, len(results))
-        self._saved = self.checkpoints
+        try:
+            self.checkpoints.save(result, result.checkpoint, len(results))
+        finally:
+            if self.checkpoints.blob is result.checkpoint:  # also if it lacks the number to rate it
+                self._saved = self.checkpoints
         run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=result.iteration)
 
     def _await_idle_workers(self, controller: Controller) -> None:

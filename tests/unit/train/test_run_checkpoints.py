@@ -10,6 +10,7 @@ from raysgd.checkpoint.file import write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy
+from raysgd.train.backend import BackendConfig, BackendExecutor
 from raysgd.train.report_queue import TrainingResult
 from raysgd.train.run_checkpoints import RunCheckpoints
 
@@ -55,24 +56,29 @@ def test_the_newer_of_equals_stays(tmp_path, caplog, score):
 
 
 def test_a_checkpoint_without_a_score_is_an_error_and_is_stored(tmp_path):
-    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
-    keep(checkpoints, {"epoch": 1, "accuracy": 1})
+    executor, blob = BackendExecutor(BackendConfig()), cloudpickle.dumps({"epoch": 2})
+    executor.checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
+    keep(executor.checkpoints, {"epoch": 1, "accuracy": 1})
+    unrated = TrainingResult("checkpoint", None, blob, has_checkpoint=True, numbers={"epoch": 2})
     with pytest.raises(ValueError, match=r"'accuracy': checkpoint_000002 has no .* epoch"):
-        keep(checkpoints, {"epoch": 2})
+        executor._save_checkpoint(None, [unrated])
+    assert executor.latest_checkpoint == {"epoch": 2}
     again = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
     assert again.restore() is not None
     assert again.latest == {"epoch": 2}
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_without_files_the_newest_is_held_in_memory(tmp_path, in_memory):
+def test_without_files_the_newest_is_held_in_memory_as_the_backend_decodes_it(tmp_path, in_memory):
     folder = tmp_path / "c"
     checkpoints = RunCheckpoints(
-        None if in_memory else folder, CheckpointStrategy(1 if in_memory else 0, "missing")
+        None if in_memory else folder,
+        CheckpointStrategy(1 if in_memory else 0, "missing"),
+        decode=lambda data: {name: value + 1 for name, value in data.items()},
     )
     assert checkpoints.latest is None
     keep(checkpoints, {"epoch": 1}, {"epoch": 2})
-    assert (checkpoints.number, checkpoints.latest) == (2, {"epoch": 2})
+    assert (checkpoints.number, checkpoints.latest) == (2, {"epoch": 3})
     assert checkpoints.latest_path is None
     assert checkpoints.best_path is None
     assert not folder.exists()
@@ -84,12 +90,6 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_uses_no_number(tmp_
     with pytest.raises(CheckpointError):
         keep(checkpoints, {"loss": 1.0})
     assert checkpoints.number == 0
-
-
-def test_a_backend_decodes_checkpoints_before_they_are_kept(tmp_path):
-    checkpoints = RunCheckpoints(tmp_path, decode=lambda data: {k: v + 1 for k, v in data.items()})
-    keep(checkpoints, {"loss": 1.0})
-    assert checkpoints.latest == {"loss": 2.0}
 
 
 def test_a_run_starts_from_a_dict_a_checkpoint_or_a_path(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from raysgd.train.callbacks import PrintCallback
 
 @pytest.fixture
 def trainer(tmp_path):
-    elastic = ElasticConfig(max_attempts=7)
+    elastic = ElasticConfig(max_attempts=7, snapshot_every=None)
     return Trainer(BackendConfig(), num_workers=2, logdir=tmp_path, elastic=elastic)
 
 
@@ -35,6 +35,7 @@ def test_before_a_run_there_is_no_folder_and_no_checkpoint(trainer):
     assert trainer.latest_checkpoint_dir is trainer.latest_checkpoint_path is None
     assert trainer.best_checkpoint is None
     assert trainer.best_checkpoint_path is None
+    assert trainer._executor._elastic.snapshot_every is not None  # checkpoints are snapshots
 
 
 def test_trainers_created_in_the_same_second_have_their_own_folders(tmp_path, monkeypatch):
@@ -53,13 +54,6 @@ def test_each_run_has_a_new_folder_also_with_the_logdir_of_another_trainer(tmp_p
         each.run_iterator(print)
         folders.append(each.latest_run_dir)
     assert [folder.name for folder in folders] == ["run_001", "run_002", "run_003"]
-
-
-def test_snapshots_of_operators_are_ignored(tmp_path):
-    # checkpoints take the place of snapshots
-    elastic = ElasticConfig(snapshot_every=None)
-    trainer = Trainer(BackendConfig(), logdir=tmp_path, elastic=elastic)
-    assert trainer._executor._elastic.snapshot_every is not None
 
 
 def test_trainers_of_frameworks_have_their_backend(monkeypatch):
@@ -202,15 +196,11 @@ def test_what_cannot_be_stored_is_named_and_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_config_of_an_old_style_trial_is_that_of_the_function(trainer):
+def test_configs_reach_old_style_trials_and_fit(trainer):
     trial = trainer.to_tune_trainable(lambda config: 1)
     assert trial.trial_trainer({"x": 10}).train_loop_config == {"x": 10}
     bundles = trial.default_resource_request({"x": 10}).bundles
     assert bundles == [{"CPU": 1}] * 3  # its own process, and two workers
-
-
-def test_the_elastic_config_reaches_trials_and_fit(trainer):
-    trial = trainer.to_tune_trainable(lambda: 1)
     assert trial.trial_trainer({}).create_executor()._elastic.max_attempts == 7
     failure = FailureConfig(max_failures=2, elastic=ElasticConfig(max_attempts=7))
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=failure))
