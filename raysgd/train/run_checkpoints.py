@@ -18,6 +18,7 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointFolder, name_numbers
 from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
+from raysgd.train.constants import TIMESTAMP
 from raysgd.train.report_queue import TrainingResult
 
 
@@ -42,8 +43,10 @@ class RunCheckpoints(CheckpointFolder):
         if not isinstance(strategy, CheckpointStrategy):
             raise TypeError(f"checkpoint_strategy={strategy!r}: must be a CheckpointStrategy.")
         keep = 0 if folder is None else strategy.num_to_keep
-        score = strategy.checkpoint_score_attribute
-        super().__init__(Location(folder or Path()), keep, score, strategy.checkpoint_score_order)
+        score, order = strategy.checkpoint_score_attribute, strategy.checkpoint_score_order
+        if (score, order) == (TIMESTAMP, "max"):
+            score = None  # the newest by number, because clocks differ between machines
+        super().__init__(Location(folder or Path()), keep, score, order)
         self._decode = decode
         self.folder = folder
         self.number = number

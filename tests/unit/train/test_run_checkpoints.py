@@ -46,10 +46,10 @@ def test_the_best_stay_and_until_the_run_ends_also_the_newest(tmp_path):
     assert checkpoints.latest == {"loss": 3.0}
 
 
-@pytest.mark.parametrize("score", ["loss", None])
+@pytest.mark.parametrize("score", ["loss", "_timestamp", None])
 def test_the_newer_of_equals_stays(tmp_path, caplog, score):
     checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, score))
-    keep(checkpoints, *[{"loss": 1.0}] * 3)
+    keep(checkpoints, *({"loss": 1.0, "_timestamp": clock} for clock in (3.0, 2.0, 1.0)))
     checkpoints.finish()
     assert numbers_in(tmp_path) == [2, 3]
     assert not caplog.messages
