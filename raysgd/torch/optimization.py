@@ -72,7 +72,9 @@ class Optimization(StepFeature):
         The hooks of user code and of Horovod come first, because they may reject a step. Those that
         shard the step come last. After a step, parameters are whole before other hooks see them.
         """
-        optimizers = self._train_state.optimizers
+        optimizers, num_batches = self._train_state.optimizers, self._train_state.accumulation_steps
+        if num_batches > 1:
+            self.checks.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
         self._update.optimizer_steps.optimizers = optimizers
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.forwarding import forward_to
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import LossCount, Update
 from raysgd.torch import collectives
@@ -36,14 +35,6 @@ class StepChecks(StepFeature):
         self._collective = ""  # that train_batch calls
         if train_state.context.distributed:
             collectives.watch_user_code(self._refuse_collective)
-
-    why_optimizer_step: str = forward_to(
-        lambda self: (
-            f"gradient_accumulation_steps={self._train_state.accumulation_steps}"
-            if self._train_state.accumulation_steps > 1
-            else ""
-        )
-    )
 
     # ---- hooks of a step
 
