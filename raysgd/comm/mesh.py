@@ -29,9 +29,7 @@ from raysgd.comm.network import shut_down
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-SAME_COLLECTIVES = (
-    "All ranks must call the same collectives in the same order, with tensors of the same size"
-)
+SAME_COLLECTIVES = "All ranks must call the same collectives in the same order, with equal sizes"
 _HEADER = struct.Struct("=QQ")
 _RANK = struct.Struct("=Q")
 _CLOSE_S = 5.0

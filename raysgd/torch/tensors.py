@@ -181,10 +181,7 @@ def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
 
 
 def reuse_memory(state: Any, own: Any, incoming: Incoming) -> Any:
-    """Return `state` with own tensors in place of those whose content is still to come.
-
-    Own tensors must have the same shape, dtype, and device.
-    """
+    """Return `state` with own tensors for incoming ones of the same shape, dtype, and device."""
     addresses = incoming.addresses
     adopted: dict[int, torch.Tensor] = {}  # by the address of the other tensor
 
