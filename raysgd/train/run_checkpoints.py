@@ -58,7 +58,8 @@ class RunCheckpoints(CheckpointFolder):
 
         Return the manifest of the newest intact checkpoint. Its ``global_step`` is the number of
         reports up to it. Raise CheckpointError if there are checkpoints, but none can be loaded. A
-        checkpoint is damaged if an array has NaN or infinity, and is finite in an older one.
+        checkpoint is damaged if an array has NaN or infinity, and is finite in the oldest one that
+        has the array in this shape.
         """
         names = [] if self.folder is None else self._names()
         if not names:
@@ -67,11 +68,14 @@ class RunCheckpoints(CheckpointFolder):
 
         def read(path: str) -> tuple[bytes, Manifest | None]:
             blob, manifest = read_pickle(path)
-            arrays = _arrays_in(path, blob)
-            if not all(is_finite for _, is_finite in arrays.values()):
-                for older in map(self._path_of, names[names.index(Path(path).name) + 1 :]):
-                    if bad := find_newly_nonfinite(arrays, arrays_of(older)):
-                        raise CheckpointError(f"{bad} has NaN or infinity.")
+            bad = {name: each for name, each in _arrays_in(path, blob).items() if not each[1]}
+            for older in reversed(names[names.index(Path(path).name) + 1 :]):
+                if not bad:  # as usual, or all were not finite from the start, such as masks
+                    break
+                found = arrays_of(self._path_of(older))
+                if name := find_newly_nonfinite(bad, found):
+                    raise CheckpointError(f"{name} has NaN or infinity.")
+                bad = {name: each for name, each in bad.items() if found.get(name) != each}
             return blob, manifest
 
         newest, self.blob, manifest = self._load_first(names, read)
