@@ -166,10 +166,11 @@ class DatasetSource(PartitionedSource):
         layout: StepLayout = BY_WORKERS,
         **partition_arguments: Any,
     ) -> None:
-        data = keras.utils.unpack_x_y_sample_weight(loader.element_spec)[:2]
+        features, *data = keras.utils.unpack_x_y_sample_weight(loader.element_spec)[:2]
+        data += tf.nest.flatten(features)[:1]  # other features may be scalars
         if any(getattr(spec, "shape", None) == () for spec in tf.nest.flatten(data)):
             raise ValueError(
-                f"A tf.data.Dataset must have batches, but its elements are {data}. Register "
+                f"A tf.data.Dataset must have batches, but has {loader.element_spec}. Register "
                 "dataset.batch(n)."
             )
         cardinality = int(loader.cardinality().numpy())
