@@ -124,7 +124,10 @@ class Checkpoint:
         if self._path is None:
             return {} if self._blob is None else dict(pickle.loads(self._blob))
         if not self._path.is_dir():
-            return load_checkpoint_from_path(self._path)
+            state = load_checkpoint_from_path(self._path)
+            if not isinstance(state, Mapping):
+                raise TypeError(f"{self} has a {type(state).__name__}: it must have a dict.")
+            return state
         files = _read_folder(self._path)
         return pickle.loads(files[_DICT]) if files.keys() == {_DICT} else {_FILES: files}
 

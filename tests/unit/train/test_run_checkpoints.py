@@ -79,8 +79,7 @@ def test_without_files_the_newest_is_held_in_memory_as_the_backend_decodes_it(tm
     assert checkpoints.latest is None
     keep(checkpoints, {"epoch": 1}, {"epoch": 2})
     assert (checkpoints.number, checkpoints.latest) == (2, {"epoch": 3})
-    assert checkpoints.latest_path is None
-    assert checkpoints.best_path is None
+    assert checkpoints.latest_path is checkpoints.best_path is None
     assert not folder.exists()
 
 
@@ -95,12 +94,13 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_uses_no_number(tmp_
 def test_a_run_starts_from_a_dict_a_checkpoint_or_a_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_pickle(cloudpickle.dumps({"a": 1}), tmp_path / "file", Manifest())
-    made = Checkpoint.from_dict({"a": 1})
-    folder = made.to_directory(tmp_path / "folder")
+    folder = (made := Checkpoint.from_dict({"a": 1})).to_directory(tmp_path / "folder")
     for given in ({"a": 1}, made, tmp_path / "file", folder, "~/file", "~/folder"):
         assert Checkpoint.from_any(given).to_dict() == {"a": 1}
-    with pytest.raises(TypeError, match="must be a dict"):
-        Checkpoint.from_any(3)
+    write_pickle(cloudpickle.dumps([1]), tmp_path / "list", Manifest())
+    for wrong in (3, tmp_path / "list"):
+        with pytest.raises(TypeError, match=r"must (be|have) a dict"):
+            Checkpoint.from_any(wrong).to_dict()
     with pytest.raises(CheckpointError, match="no such file"):
         Checkpoint.from_any(tmp_path / "nothing").to_dict()
     with pytest.raises(TypeError, match=r"checkpoint_strategy=\{.*must be a CheckpointStrategy"):
