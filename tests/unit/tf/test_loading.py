@@ -223,9 +223,7 @@ def test_an_array_without_samples_is_refused(arrays):
     with pytest.raises(ValueError, match=r"must have batches.*Register dataset\.batch"):
         DatasetSource(features.map(lambda x: (x, 1)), training=True, world_size=1, rank=0)
     wide = features.concatenate(tf.data.Dataset.from_tensors(tf.ones([1, 2]))).filter(tf.is_tensor)
-    unequal = DatasetSource(
-        wide.map(lambda x: {"a": x, "b": 1}), training=True, world_size=2, rank=0
-    )
+    unequal = DatasetSource(wide.map(lambda x: ((x, 1),)), training=True, world_size=2, rank=0)
     assert unequal.steps_left(0) is None
     with pytest.raises(ValueError, match=r"shapes differ: .*\[2, 1\].*\[1, 2\]"):
         list(unequal.batches(0, 0))
