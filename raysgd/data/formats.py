@@ -244,12 +244,14 @@ class Records(ABC):
 
     def _check_unchanged(self, file: int, stamp: str) -> None:
         version, same = _local_version(self.paths[file]), stamp == self._stamps[file]
-        if same and self._versions.setdefault(file, version) != version:  # or a new mode or link
+        before = self._versions.setdefault(file, version)
+        if same and before != version:  # or a new mode or link
             same = np.array_equal(self._indexes[file], self._load_index(file))
         if not same:
             raise RuntimeError(
                 f"{self.paths[file]} changed while it was read. Its size and version are "
-                f"{stamp}, and were {self._stamps[file]}. Start again with the new file."
+                f"{stamp}{version}, and were {self._stamps[file]}{before}. Start again with the "
+                "new file."
             )
 
     def _open(self, file: int) -> Any:
