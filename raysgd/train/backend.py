@@ -408,10 +408,11 @@ class BackendExecutor:
                 f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
                 "checkpoint of worker 0: report a checkpoint there."
             )
+        number = self.checkpoints.number
         try:
             self.checkpoints.save(result, result.checkpoint, len(results))
         finally:
-            if self.checkpoints.blob is result.checkpoint:  # also if it lacks the number to rate it
+            if self.checkpoints.number > number:  # also if it lacks the number that rates it
                 self._saved = self.checkpoints
         run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=result.iteration)
 
