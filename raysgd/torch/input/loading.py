@@ -162,7 +162,9 @@ class PartitionedLoader(PartitionedSource):
             data.set_epoch(epoch)  # the keys of a sampler have no epoch
             self._kept_loader = None  # its processes have copies of the data set
         loader = self._reader()
-        loader._index_sampler.keys = self._keys(order, spans, epoch)
+        seeds = (self._seed, epoch) if partition.layout.has_fixed_parts else None
+        makes_batches = self.loader.batch_size is not None
+        loader._index_sampler.keys = _keys(order, spans, seeds, makes_batches)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
         loader.generator = torch.Generator().manual_seed(seed)
@@ -172,17 +174,6 @@ class PartitionedLoader(PartitionedSource):
     def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
         keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
         return [each[keys] for each in self._tensors or ()]
-
-    def _keys(self, order: Order, spans: Iterator[tuple[int, int]], epoch: int) -> Iterator[Any]:
-        """Yield the keys of each batch, or each key if the loader makes no batches."""
-        for start, stop in spans:
-            keys = pick_keys(order, start, stop)
-            if self._partition.layout.has_fixed_parts:  # for `SeededSamples`
-                keys = [((self._seed, epoch, start + n), key) for n, key in enumerate(keys)]
-            if self.loader.batch_size is None:
-                yield from keys
-            else:
-                yield keys
 
     def _complete(
         self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
@@ -285,6 +276,27 @@ class PartitionedLoader(PartitionedSource):
         if self.loader.generator is not None:
             sizes += ", a generator of its own"
         return f"{sizes}, {_content_of(self.loader.dataset)}"
+
+
+def _keys(
+    order: Order,
+    spans: Iterator[tuple[int, int]],
+    seeds: tuple[int, ...] | None,
+    makes_batches: bool,
+) -> Iterator[Any]:
+    """Yield the keys of each batch, or each key if the loader makes no batches.
+
+    The sampler of a `PartitionedLoader` keeps this generator, which must not refer to the loader:
+    to collect a reference cycle, Python waits for 5 s per loader process.
+    """
+    for start, stop in spans:
+        keys = pick_keys(order, start, stop)
+        if seeds is not None:  # for `SeededSamples`
+            keys = [((*seeds, start + n), key) for n, key in enumerate(keys)]
+        if makes_batches:
+            yield keys
+        else:
+            yield from keys
 
 
 def _check_equal_bits(name: str, source: BatchSource) -> None:
