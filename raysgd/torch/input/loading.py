@@ -286,8 +286,8 @@ def _keys(
 ) -> Iterator[Any]:
     """Yield the keys of each batch, or each key if the loader makes no batches.
 
-    The sampler of a `PartitionedLoader` keeps this generator, which must not refer to the loader:
-    to collect a reference cycle, Python waits for 5 s per loader process.
+    The sampler of a `PartitionedLoader` keeps this generator. A reference to the loader would be a
+    cycle: when Python collects it, PyTorch waits up to 5 s for each loader process.
     """
     for start, stop in spans:
         keys = pick_keys(order, start, stop)

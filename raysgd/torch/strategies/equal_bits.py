@@ -320,7 +320,7 @@ class EqualBitsBuffers:
         self._versions = self._newest_versions()
 
     def changes(self) -> list[int]:
-        """Return for each buffer how to merge it, as numbers of which the largest counts."""
+        """Return how to merge each buffer, as a number. The largest of all workers decides."""
         changes = []
         for index, before in enumerate(self._train_state.buffer_copies.values):
             kept = [each[index] for each in self._stored.values()]
