@@ -21,9 +21,11 @@ from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import (
     copy_to_cpu,
     load_optimizer,
+    load_scheduler,
     optimizer_state,
     parameters_of,
     reuse_memory,
+    scheduler_state,
     state_problem,
     version_of,
 )
@@ -144,7 +146,7 @@ class TorchSavedState(SavedState):
             "optimizers": list(map(optimizer_state, train_state.optimizers)),
         }
         if train_state.schedulers:
-            state["schedulers"] = [scheduler.state_dict() for scheduler in train_state.schedulers]
+            state["schedulers"] = list(map(scheduler_state, train_state.schedulers))
         state["requires_grad"] = self._changed_since_setup()
         for feature in train_state.features:
             state |= feature.state_dict()
@@ -231,6 +233,9 @@ class TorchSavedState(SavedState):
                     if kind == "optimizers":
                         load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
                         own = optimizer_state(each)
+                    elif kind == "schedulers":
+                        load = functools.partial(load_scheduler, each)
+                        own = scheduler_state(each)
                     elif kind == "models" and (
                         FROZEN_KEY in state or not train_state.replication.is_unsharded(each)
                     ):

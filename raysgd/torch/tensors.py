@@ -180,6 +180,29 @@ def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
     return loaded
 
 
+def scheduler_state(scheduler: Any) -> Any:
+    """Return the state of a scheduler, with states in place of the schedulers in it."""
+    state = scheduler.state_dict()
+    inner = {name: list(map(scheduler_state, own)) for name, own in _inner_schedulers(state)}
+    return {**state, **inner} if inner else state
+
+
+def load_scheduler(scheduler: Any, state: Any) -> None:
+    """Load a `scheduler_state`. The schedulers in it stay the same, and keep their optimizer."""
+    own_state = scheduler.state_dict()
+    for name, inner in _inner_schedulers(own_state):
+        for each, saved in zip(inner, state[name], strict=True):
+            load_scheduler(each, saved)
+        state = {**state, name: own_state[name]}
+    scheduler.load_state_dict(state)
+
+
+def _inner_schedulers(state: Any) -> list[tuple[str, list[Any]]]:
+    """Return the schedulers by the names of the entries that hold one, or a list of them."""
+    entries = [(n, x if isinstance(x, list) else [x]) for n, x in getattr(state, "items", tuple)()]
+    return [(n, xs) for n, xs in entries if xs and all(hasattr(x, "optimizer") for x in xs)]
+
+
 def reuse_memory(state: Any, own: Any, incoming: Incoming) -> Any:
     """Return `state` with own tensors for incoming ones of the same shape, dtype, and device."""
     addresses = incoming.addresses

@@ -9,6 +9,7 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.register_checks import required_arguments
+from raysgd.torch.tensors import load_scheduler, scheduler_state
 from raysgd.torch.train_state import TorchTrainState
 
 
@@ -55,7 +56,7 @@ class Schedules(StepFeature):
         train_state = self._train_state
         groups = [group for o in train_state.optimizers for group in o.param_groups]
         if self._states is None:
-            self._states = [scheduler.state_dict() for scheduler in train_state.schedulers]
+            self._states = list(map(scheduler_state, train_state.schedulers))
             self._rates = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             self._record_epochs()
             return
@@ -63,7 +64,7 @@ class Schedules(StepFeature):
         self._record_epochs()
         if self._last_epochs != before:
             for scheduler, state in zip(train_state.schedulers, self._states, strict=True):
-                scheduler.load_state_dict(state)
+                load_scheduler(scheduler, state)
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
             train_state.micro_batching.refuse("train_batch steps a scheduler itself")

@@ -40,7 +40,15 @@ from raysgd.torch import conflicts
 from raysgd.torch.input.orders import seed_all
 from raysgd.torch.strategies.data_parallel import GroupGradients, broadcast_models
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
-from raysgd.torch.tensors import copy_leaf, kind_of, multiply_all, parameters_of, version_of
+from raysgd.torch.tensors import (
+    copy_leaf,
+    kind_of,
+    load_scheduler,
+    multiply_all,
+    parameters_of,
+    scheduler_state,
+    version_of,
+)
 from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "num_shards"
@@ -129,7 +137,7 @@ class EqualBitsGradients(GroupGradients):
     def begin_update(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""
         self._scales = [t.clone() for t in self._precision.scale_tensors()]
-        self._schedulers = [scheduler.state_dict() for scheduler in self._train_state.schedulers]
+        self._schedulers = list(map(scheduler_state, self._train_state.schedulers))
 
     def begin_micro_batch(self, update: Update) -> None:
         owned = self._train_state.data.current.partition.owned_parts
@@ -169,7 +177,7 @@ class EqualBitsGradients(GroupGradients):
                 scale.copy_(before)
             schedulers = self._train_state.schedulers
             for scheduler, state in zip(schedulers, self._schedulers, strict=True):
-                scheduler.load_state_dict(state)
+                load_scheduler(scheduler, state)
         self._clear()
 
     # ---- gradients

@@ -119,7 +119,26 @@ SCHEDULERS = {
     ),
     "CyclicLR": lambda s, o: s.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
     "OneCycleLR": lambda s, o: s.OneCycleLR(o, 0.1, total_steps=20),
+    "a scheduler in another": lambda s, o: WarmUp(o, s.StepLR(o, 1)),
+    "schedulers in a list": lambda s, o: WarmUp(o, [s.StepLR(o, 1), s.StepLR(o, 2)]),
 }
+
+
+class WarmUp(torch.optim.lr_scheduler.LRScheduler):
+    """Steps other schedulers later, as the GradualWarmupScheduler of warmup-scheduler does."""
+
+    def __init__(self, optimizer, later):
+        self.later = later
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch=None):
+        if self.last_epoch > 0:
+            for each in self.later if isinstance(self.later, list) else [self.later]:
+                each.step()
+        super().step(epoch)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
