@@ -38,14 +38,14 @@ class Evaluation:
         train_state.timers.enabled = request.profile
         start = progress.state.last_validation
         if start is None or start[0] != call_number:
-            start = call_number, 0 if request.from_start else train_state.validation_offset
+            start = call_number, 0 if request.from_start else train_state.position.validation_offset
             progress.state.last_validation = start
         source = (
             train_state.data.readable("validation") if loader is None else self._source_of(loader)
         )
         offset = self._evaluate(source, start[1], request.num_steps, request.info)
         if loader is None:
-            train_state.validation_offset = offset
+            train_state.position.validation_offset = offset
         else:
             source.close_workers()
         self.batches = None
@@ -60,7 +60,7 @@ class Evaluation:
             limit = min((n for n in (steps_left, left_in_epoch) if n is not None), default=None)
             read = source.batches(0, offset, limit)
             self.batches = batches = _EvaluationBatches(source, read, self._control, limit)
-            train_state.meters = None
+            train_state.update.meters = None
             try:
                 # A worker that has fewer batches may have to wait at the end of the context.
                 with train_state.evaluating(), train_state.timers.record("validation"):
@@ -113,7 +113,7 @@ class Evaluation:
         source.agree_on_order(0, 0, train_state.collectives)
         # The workers take turns with the batches.
         keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
-        train_state.meters = None
+        train_state.update.meters = None
         batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._control)
         try:
             with train_state.evaluating():

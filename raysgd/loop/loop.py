@@ -81,7 +81,7 @@ class Loop:
             state |= own
             if train_state.context.world_rank != 0:
                 return state
-        state |= {"operator": self.operator.state_dict(), "data": train_state.position()}
+        state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
         if receiver != "file":
             state |= {"call": dict(self.call_progress.export()), "batching": data.batching()}
             state["module_modes"] = self.saved_state.module_modes()
@@ -123,7 +123,7 @@ class Loop:
         trained_on = train_state.data.trains_on
         source = train_state.data.select_training(request.dataset)
         if train_state.data.trains_on != trained_on:
-            train_state.offset = 0  # of another epoch
+            train_state.position.offset = 0  # of another epoch
         if source.change_partition(shares=request.shares) or source is not self.source:
             self.restart_iteration()
         self.source = source
@@ -222,7 +222,7 @@ class Loop:
             num_steps = max(1, segment.num_steps)
             self.call_progress.add(started_at, with_weight(metrics, num_steps))
         if not segment.was_read:  # the loop has its own batches, and may have counted them
-            train_state.global_step = max(started_at, int(operator.global_step))
+            train_state.position.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.has_paused:
             self._handle_empty_segment(segment, source, limit, request.until_epoch or 0)
         train_state.end_segment()
@@ -269,7 +269,7 @@ class Loop:
 
     def _end_at_bad_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""
-        meters = self.train_state.meters
+        meters = self.train_state.update.meters
         is_bad = meters is not None and meters.has_bad_loss()
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.any_rank(is_bad)
@@ -301,8 +301,8 @@ class Loop:
             self._batches = None  # the next iteration starts at the offset
         else:
             self._batches = itertools.chain(again, self._batches or ())
-        if self.train_state.meters is not None:
-            self.call_progress.add(segment.start_step, self.train_state.meters.summary())
+        if self.train_state.update.meters is not None:
+            self.call_progress.add(segment.start_step, self.train_state.update.meters.summary())
         self.train_state.end_segment()
 
     def _handle_empty_segment(

@@ -140,7 +140,7 @@ class OperatorBase:
         """
         train_state, meters = self._train_state, AverageMeterCollection()
         if train_state.step_iterator is None:  # `train_epoch` may call this method
-            train_state.meters = meters
+            train_state.update.meters = meters
         # Within an epoch of training, the loop has not prepared the evaluation.
         is_training = train_state.step_iterator is not None
         evaluating = train_state.evaluating if is_training else contextlib.nullcontext

@@ -52,11 +52,11 @@ class OperatorRunner(Runner, ABC):
     def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
         self._set_config_batch(context)
         loop, train_state = self._hosted_loop, self._train_state
-        position = train_state.position()
+        position = train_state.saved_position()
         train_state.begin_generation(context)
         state = self._load_from_leader(leader_rank) if context.distributed else None
         train_state.is_new = False
-        has_moved = train_state.position() != position
+        has_moved = train_state.saved_position() != position
         if has_moved or loop.source is None or loop.source.is_partitioned:
             loop.restart_iteration()  # otherwise, the loop continues to read the same batches
         if not train_state.holdings.complete:
@@ -117,7 +117,7 @@ class OperatorRunner(Runner, ABC):
         if train_state.context.world_size > 1:
             # Use the seed of rank 0, because each process may have drawn its own.
             seed, fingerprint = train_state.collectives.broadcast(
-                lambda: (train_state.seed, train_state.data.fingerprint()), 0
+                lambda: (train_state.position.seed, train_state.data.fingerprint()), 0
             )
             train_state.reseed(seed)
             train_state.data.check_equal_data(fingerprint)
@@ -153,7 +153,7 @@ class OperatorRunner(Runner, ABC):
             return Progress()
         train_state, segment = self._train_state, self._train_state.step_iterator
         running, features = segment or self._loop.evaluation.batches, train_state.features
-        meters = None if running is None else train_state.meters
+        meters = None if running is None else train_state.update.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
         source, began_at = self._loop.source, self._loop.call_progress.state.began_at
         num_copies = train_state.context.world_size if is_merged else 1
@@ -161,7 +161,7 @@ class OperatorRunner(Runner, ABC):
             epoch=train_state.epoch,
             in_epoch=train_state.offset > 0,
             global_step=train_state.global_step,
-            validation_offset=train_state.validation_offset,
+            validation_offset=train_state.position.validation_offset,
             num_batches=0 if running is None else running.num_finished_steps,
             total_batches=None if running is None else running.total_steps,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,

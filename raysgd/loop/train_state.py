@@ -6,7 +6,7 @@ import contextlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,19 @@ from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.update import Update
-from raysgd.metrics import AverageMeterCollection
+
+
+@dataclass
+class Position:
+    """How far training is. Commits, ends of epochs, evaluations, and loaded states change it."""
+
+    seed: int
+    epoch: int = 0
+    offset: int = 0
+    validation_offset: int = 0
+    global_step: int = 0
+    call_began_at: int = 0
+    """Global step at which the call in progress began."""
 
 
 class TrainState(ABC):
@@ -47,16 +59,12 @@ class TrainState(ABC):
         """Number of criteria with trained parameters, which are the last of `models`."""
         self.optimizers: list[Any] = []
         self.registered = False
-        # The position, which commits, ends of epochs, evaluations, and loaded states change.
-        self.epoch = self.offset = self.validation_offset = self.global_step = 0
-        self.seed = seed
-        # The segment in progress. The loop sets these, and ``train_epoch`` creates the meters.
+        self.position = Position(seed)
+        # The segment in progress. The loop sets these.
         self.step_iterator: Any = None  # a `StepIterator`, or None between segments
-        self.call_began_at = 0  # global step at which the call in progress began
         self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
         # Committed steps when user code set the global step, and the value that it set.
         self.user_set_step: tuple[int, int] | None = None
-        self.meters: AverageMeterCollection | None = None
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.micro_batching = MicroBatching(settings, self.update)
         self.replication = Replication()
@@ -65,6 +73,9 @@ class TrainState(ABC):
         """Modules with their modes before the first evaluation since training."""
 
     context: WorkerContext = forward_to("settings.context", "Rank and resources of this worker.")
+    epoch: int = forward_to("position.epoch")
+    offset: int = forward_to("position.offset")
+    global_step: int = forward_to("position.global_step")
 
     @property
     def given_models(self) -> list[Any]:
@@ -84,13 +95,9 @@ class TrainState(ABC):
 
     # ---- position
 
-    def position(self) -> dict[str, Any]:
-        position: dict[str, Any] = {
-            "epoch": self.epoch,
-            "offset": self.offset,
-            "validation_offset": self.validation_offset,
-            "seed": self.seed,
-        }
+    def saved_position(self) -> dict[str, Any]:
+        names = ("epoch", "offset", "validation_offset", "seed")
+        position = {name: getattr(self.position, name) for name in names}
         if (global_batch := self.data.current.global_batch_size) is not None:
             position["global_batch"] = global_batch
         if own := self.data.own_seeds():
@@ -104,27 +111,27 @@ class TrainState(ABC):
         return position
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
-        self.epoch, self.offset = position["epoch"], position["offset"]
-        self.validation_offset = position.get("validation_offset", 0)
+        own = self.position
+        own.epoch, own.offset, own.global_step = position["epoch"], position["offset"], global_step
+        own.validation_offset = position.get("validation_offset", 0)
         self.data.trains_on = position.get("trains_on", "train")
         self.micro_batching.split = position.get("split", 1)
-        self.global_step = global_step
-        self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
+        self.reseed(position.get("seed", own.seed), position.get("loader_seeds", {}))
         self.data.current.move_to(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
-        self.seed = seed
+        self.position.seed = seed
         self.data.reseed(seed, loader_seeds or {})
 
     # ---- steps
 
     def begin_segment(self, call_began_at: int, keeps_modes: bool) -> None:
-        self.call_began_at, self.keeps_modes = call_began_at, keeps_modes
-        self.user_set_step = self.meters = None
+        self.position.call_began_at, self.keeps_modes = call_began_at, keeps_modes
+        self.user_set_step = self.update.meters = None
 
     def end_segment(self) -> None:
         self.step_iterator = None
-        self.call_began_at = self.global_step  # if user code calls train_epoch itself
+        self.position.call_began_at = self.global_step  # if user code calls train_epoch itself
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""
@@ -138,23 +145,23 @@ class TrainState(ABC):
 
     def commit(self, num_steps: int, offset: int) -> None:
         """Commit the update in progress, after which the position is at `offset` of the epoch."""
-        update = self.update
+        update, position = self.update, self.position
         update.is_committing = True
         for feature in self.features_with["before_commit"]:
             feature.before_commit(update)
         update.commit()
-        self.global_step, self.offset = self.global_step + num_steps, offset
+        position.global_step, position.offset = position.global_step + num_steps, offset
         self.timing.num_steps += num_steps
         try:
             for feature in self.features_with["commit"]:
                 feature.commit(update)
         finally:
             update.reset()
-            if self.meters is not None:
-                self.meters.count_held()
+            if update.meters is not None:
+                update.meters.count_held()
 
     def end_epoch(self) -> None:
-        self.epoch, self.offset = self.epoch + 1, 0
+        self.position.epoch, self.position.offset = self.epoch + 1, 0
         for feature in self.features:
             feature.end_epoch(self.epoch)
 
@@ -212,6 +219,7 @@ class TrainState(ABC):
         with (
             preserving(operator, [self, *self.features]),
             preserving(self),
+            preserving(self.position),
             self.restoring_models(),
             preserving(update),
             preserving(update.losses),

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
+from raysgd.metrics import AverageMeterCollection
 
 
 class WarmedUp(BaseException):
@@ -80,6 +81,9 @@ class Update:
         """Whether workers add up gradients and counts of parts, and average neither. The commit
         gives each worker the metrics of all workers, and the update counts then."""
         self.is_warm_up = False  # the update ends before an optimizer updates
+        self.meters: AverageMeterCollection | None = None
+        """Metrics of the segment in progress, which ``train_epoch`` creates. They hold those of the
+        update until its commit."""
         self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.losses = LossWeights(self)
         self.optimizer_steps = OptimizerSteps(self)

@@ -67,8 +67,8 @@ class TrainingOperator(OperatorBase):
         """
         if num_steps is None:
             self._train_state.data.check_end()
-        meters = self._train_state.meters = AverageMeterCollection()
-        first = self._train_state.global_step - self._train_state.call_began_at
+        meters = self._train_state.update.meters = AverageMeterCollection()
+        first = self._train_state.global_step - self._train_state.position.call_began_at
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx)
             self._measure(meters, self.train_batch(batch, batch_info))

@@ -40,7 +40,7 @@ class KerasTrainState(TrainState):
 
     def __init__(self, settings: TFSettings) -> None:
         super().__init__(settings, settings.options.seed)
-        self.data = KerasSources(settings, self.seed)
+        self.data = KerasSources(settings, self.position.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
         self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training

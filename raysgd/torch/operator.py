@@ -117,8 +117,8 @@ class TrainingOperator(OperatorBase):
         train_state.keeps_modes = False
         # An override may call this without the argument.
         epoch_idx = epoch_idx or train_state.epoch
-        meters = train_state.meters = AverageMeterCollection()
-        first = train_state.global_step - train_state.call_began_at
+        meters = train_state.update.meters = AverageMeterCollection()
+        first = train_state.global_step - train_state.position.call_began_at
         per_batch = self.scheduler_step_freq == "batch"
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx, iterator)

@@ -35,7 +35,7 @@ class TorchTrainState(TrainState):
 
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
-        self.data = TorchSources(settings, self.seed)
+        self.data = TorchSources(settings, self.position.seed)
         self.collectives = TorchCollectives(settings.device)
         if settings.device.type == "cuda":
             self.timing = StepTiming(partial(torch.cuda.Event, enable_timing=True))

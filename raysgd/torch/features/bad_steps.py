@@ -96,7 +96,9 @@ class BadStepFilter(StepFeature):
             "value": value,
             "samples": source.sample_ids(train_state.epoch, train_state.offset, num_samples),
         }
-        steps = [each for each in self.bad_steps if each["step"] > train_state.call_began_at]
+        steps = [
+            each for each in self.bad_steps if each["step"] > train_state.position.call_began_at
+        ]
         steps.append(update.bad_step)
         if len(steps) > options.max_skipped:
             named = "; ".join(f"step {each['step']}, {each['reason']}" for each in steps)
@@ -110,8 +112,8 @@ class BadStepFilter(StepFeature):
         if update.bad_step is not None:
             self.bad_steps.append(update.bad_step)
             self._train_state.buffer_copies.write(self._train_state.buffer_copies.values)
-            if self._train_state.meters is not None:
-                self._train_state.meters.discard_held()
+            if update.meters is not None:
+                update.meters.discard_held()
         elif self._loss is not None:
             self._losses.append(self._loss)
 

@@ -132,7 +132,7 @@ class EqualBitsGradients(GroupGradients):
 
     def end_epoch(self, epoch: int) -> None:
         """Seed the generators for code of the next ``train_epoch`` before its first batch."""
-        seed_all(hash((self._train_state.seed, epoch)))
+        seed_all(hash((self._train_state.position.seed, epoch)))
 
     def begin_update(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""
@@ -163,8 +163,8 @@ class EqualBitsGradients(GroupGradients):
         self._end_part()
         if not self._stepped_before:
             self._reduce_flags(0, [])
-        if self._train_state.meters is not None:
-            self._train_state.meters.exchange_held(self._metrics.all_gather)
+        if update.meters is not None:
+            update.meters.exchange_held(self._metrics.all_gather)
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:

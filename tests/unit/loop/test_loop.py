@@ -379,7 +379,7 @@ def test_validation_counts_the_steps_of_the_group(start, rank, firsts):
         operator.validated.clear()
         trainer.validate(num_steps=num_steps)
         assert operator.validated[::8] == firsts[first:last]
-        assert train_state.validation_offset == last % 3 * 16
+        assert train_state.position.validation_offset == last % 3 * 16
 
 
 # ---- profile
@@ -640,7 +640,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     whole, its_operator = loop_of(operator_cls, config)
     expected = train(whole, until_epoch=2)
     loop, operator = loop_of(operator_cls, config)
-    operator._train_state.reseed(its_operator._train_state.seed)
+    operator._train_state.reseed(its_operator._train_state.position.seed)
     at = data.draw(st.integers(0, 8))
     pause = data.draw(st.integers(at + 1, 9))
     operator.fail = pausing(loop, pause, at)

@@ -35,7 +35,7 @@ def make_steps(
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     features = OperatorFeatures(train_state)
     register(train_state, features, models, optimizers, gradient_accumulation_steps=size)
-    train_state.global_step = before
+    train_state.position.global_step = before
     train_state.settings.context = WorkerContext(world_size=world_size)
     if steps_left == "all":
         batches = list(batches)
