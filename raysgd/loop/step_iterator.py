@@ -182,9 +182,9 @@ class StepIterator:
         """Return the plan of the newest batch. The first batch plans the whole update."""
         train_state, index = self._train_state, len(self._update.drawn) - 1
         if index == 0:
-            size = train_state.accumulation_steps
-            steps_left = None if self.total_steps is None else self.total_steps - self.num_steps
-            num_steps = size if steps_left is None else min(size, steps_left)
+            num_steps = train_state.accumulation_steps
+            if self.total_steps is not None and self.num_steps + num_steps > self.total_steps:
+                num_steps = self.total_steps - self.num_steps
             self._update.plan = self._source.plan(train_state.offset, num_steps)
         planned = self._update.plan.batches
         if index + 1 < len(planned) and not self._source.is_partitioned:

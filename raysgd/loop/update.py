@@ -104,7 +104,8 @@ class Update:
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
-        self.index, self.is_committing = self.index + 1, False
+        self.index += 1
+        self.is_committing = False
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.optimizer_steps.requested = set()
         self.losses.num_earlier += self.losses.has_loss
@@ -283,24 +284,17 @@ class LossWeights:
             ValueError: If another loss of the micro-batch has another count in an update of several
                 micro-batches, or if user code counts items only for some batches of an update.
         """
-        update, earlier = self._update, 1.0
+        update = self._update
         if update.index < 0:
             self.reset()
-        self.has_loss, is_single = True, update.has_one_micro_batch
+        self.has_loss = True
         if count.is_sum:
             self.divisor = self.divisor or 1.0
             return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(num_workers))
+        earlier = 1.0
         # Whether workers communicate must not depend on the numbers.
-        if self.awaits_count or (count.items is not None and is_single):
-            before = 0.0 if self.awaits_count else self.divisor
-            self._add_items(count)
-            # An update of one micro-batch needs no plan.
-            total = planned = 0.0 if is_single else self._plan_total(num_workers, all_reduce)
-            if update.in_last_micro_batch and not update.has_fixed_parts:
-                total = self._add_up_total(num_workers, all_reduce)
-            if self.num_earlier and total and not math.isclose(total, planned, rel_tol=1e-12):
-                earlier = planned / total
-            self.divisor = total or before
+        if self.awaits_count or (count.items is not None and update.has_one_micro_batch):
+            earlier = self._set_divisor(count, num_workers, all_reduce)
         elif count.items not in (None, self._count.items):
             raise ValueError(
                 f"backward(num_samples={count.items!r}) follows num_samples={self._count.items} "
@@ -309,22 +303,39 @@ class LossWeights:
             )
         return Factors(earlier, self._items * num_workers / self.divisor if self._items else 0.0)
 
-    def _add_items(self, count: LossCount) -> None:
+    def _set_divisor(
+        self, count: LossCount, num_workers: int, all_reduce: Callable[[float], float]
+    ) -> float:
+        """Fill a row of the table, set the divisor, and return the factor of earlier gradients."""
+        update = self._update
+        self._set_items(count)
+        # An update of one micro-batch needs no plan.
+        is_single = update.has_one_micro_batch
+        planned = total = 0.0 if is_single else self._planned_total(num_workers, all_reduce)
+        if update.in_last_micro_batch and not update.has_fixed_parts:
+            total = self._total(num_workers, all_reduce)
+        if total or self.awaits_count:  # an earlier loss of the batch may have had items
+            self.divisor = total
+        self.awaits_count = False
+        if not (self.num_earlier and total) or math.isclose(total, planned, rel_tol=1e-12):
+            return 1.0
+        return planned / total
+
+    def _set_items(self, count: LossCount) -> None:
         if self.num_earlier and (self._count.items is None) != (count.items is None):
             raise ValueError(
                 "backward(num_samples=...) was passed for some batches of an accumulation "
                 "group. Pass it for all of them or for none."
             )
-        self._count, items, micro_batch = count, count.items, self._update.micro_batch
-        if items is None:
-            items = micro_batch.num_samples
+        self._count = count
+        micro_batch = self._update.micro_batch
+        items = micro_batch.num_samples if count.items is None else count.items
         if items is None:
             items = micro_batch.weight
         self._items = 0.0 if micro_batch.is_repeated else float(items)
         self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
-        self.awaits_count = False
 
-    def _plan_total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
+    def _planned_total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
         plan = self._update.plan
         if self._update.has_fixed_parts:
             return float(plan.total_samples or 1)
@@ -338,7 +349,7 @@ class LossWeights:
             return float(plan.num_steps * num_workers)
         return plan.total_samples if num_workers > 1 else plan.num_samples
 
-    def _add_up_total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
+    def _total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
         plan = self._update.plan
         if self._count.items is not None:
             total = all_reduce(self._items_so_far)
