@@ -57,8 +57,8 @@ class Loop:
         self.saved_state = saved_state
         self.control = control
         self.train_state: TrainState = operator._train_state
-        # Iterator over the rest of the training data, for the next segment.
-        self._batches: Iterator[Any] | None = None
+        # The rest of the iteration over the training data, for the next segment.
+        self._rest: Iterator[Any] | None = None
         self.source: BatchSource | None = None
         self._rank_with_fewest: int | None = None
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
@@ -68,7 +68,7 @@ class Loop:
 
     def restart_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
-        self.train_state.step_iterator = self._batches = None
+        self.train_state.step_iterator = self._rest = None
 
     def state_for(self, receiver: Receiver) -> dict[str, Any]:
         """Return a worker's state for a receiver, with tensors on their device.
@@ -109,29 +109,14 @@ class Loop:
 
         Raise PausedError if the driver asked for a pause.
         """
-        train_state, self.step_s = self.train_state, 0.0
-        callback_pause = self.control.callback_pause = request.callback_pause
-        train_state.check_undamaged()
-        for feature in train_state.features:
-            feature.check_trained()
-            feature.begin_call(logs_steps=request.log_every is not None)
-        if self.call_progress.state.call_number != request.call_number:
-            self.call_progress.begin(request.call_number)
-        if request.split:
-            train_state.micro_batching.increase_split(request.split)
-        train_state.timers.enabled = request.profile
-        trained_on = train_state.data.trains_on
-        source = train_state.data.select_training(request.dataset)
-        if train_state.data.trains_on != trained_on:
-            train_state.position.offset = 0  # of another epoch
-        if source.change_partition(shares=request.shares) or source is not self.source:
-            self.restart_iteration()
-        self.source = source
-        train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
+        train_state = self.train_state
+        self._begin_call(request)
+        source = self._select_source(request)
         self._add_due_point(request)
         while (limit := self._next_limit(request)) != 0:
             if self.control.pauses_at(train_state.global_step):
-                if callback_pause is None or train_state.global_step < callback_pause:
+                pause = request.callback_pause
+                if pause is None or train_state.global_step < pause:
                     raise PausedError
                 return None
             if train_state.global_step <= request.start_step:
@@ -149,6 +134,33 @@ class Loop:
             for feature in train_state.features:
                 feature.sync_buffers()
         return self.call_progress.result()
+
+    def _begin_call(self, request: TrainRequest) -> None:
+        train_state = self.train_state
+        self.step_s = 0.0
+        self.control.callback_pause = request.callback_pause
+        train_state.check_undamaged()
+        for feature in train_state.features:
+            feature.check_trained()
+            feature.begin_call(logs_steps=request.log_every is not None)
+        if self.call_progress.state.call_number != request.call_number:
+            self.call_progress.begin(request.call_number)
+        if request.split:
+            train_state.micro_batching.increase_split(request.split)
+        train_state.timers.enabled = request.profile
+
+    def _select_source(self, request: TrainRequest) -> BatchSource:
+        """Return the source to train on. Restart the iteration if its data or shares changed."""
+        train_state = self.train_state
+        trained_on = train_state.data.trains_on
+        source = train_state.data.select_training(request.dataset)
+        if train_state.data.trains_on != trained_on:
+            train_state.position.offset = 0  # of another epoch
+        if source.change_partition(shares=request.shares) or source is not self.source:
+            self.restart_iteration()
+        self.source = source
+        train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
+        return source
 
     def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
@@ -205,15 +217,16 @@ class Loop:
             with train_state.timers.record("train_epoch"):
                 metrics = operator.train_epoch(segment, *positional, **named)
             segment.finish()
+            self._rest = segment.rest
         except IndivisibleError:  # train the step again with whole batches
-            self._end_failed_segment(segment, source)
+            self._end_failed_segment(segment)
             train_state.check_undamaged()
             return
         except BaseException as error:
             in_update = train_state.update.is_open and not segment.has_loader_failed
             batch = segment.batch if in_update else None
             self.control.failed_at = segment.describe_position()
-            self._end_failed_segment(segment, source)
+            self._end_failed_segment(segment)
             if split := train_state.micro_batching.split_after(error, batch):
                 raise RetrySplitError(split) from error
             raise
@@ -224,12 +237,12 @@ class Loop:
         if not segment.was_read:  # the loop has its own batches, and may have counted them
             train_state.position.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.has_paused:
-            self._handle_empty_segment(segment, source, limit, request.until_epoch or 0)
+            self._handle_empty_segment(segment, request.until_epoch or 0)
         train_state.end_segment()
         call.keeps_modes, self.step_s = segment.has_paused, segment.step_s
         # If the loop returns before its iterator ends, the epoch is over too.
         if segment.epoch_is_over or (limit is None and not segment.has_paused):
-            self._batches = None
+            self._rest = None
             train_state.end_epoch()
 
     def _new_segment(
@@ -248,19 +261,18 @@ class Loop:
                 agree_on_batch = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
             agree_on_batch = partial(agree_on_samples, source, train_state.collectives)
-        if self._batches is None:
+        if self._rest is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         after_commit: list[Callable[[], None]] = []
         if self.snapshots.takes_between_steps:
             after_commit.append(self.snapshots.maybe_take)
         if request.until_nan:
             after_commit.append(self._end_at_bad_loss)
-        read = partial(self._read_rest, source, train_state.epoch, train_state.offset)
         return StepIterator(
             train_state,
             source,
             self.control,
-            read,
+            self._rest,
             limit=limit,
             steps_left=steps_left,
             agree_on_batch=agree_on_batch,
@@ -277,13 +289,6 @@ class Loop:
             self.call_progress.state.ended_early = True
             self.control.callback_pause = 0  # a past step, so that the segment ends now
 
-    def _read_rest(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
-        """Return the rest of an iteration over a loader."""
-        may_split = self.train_state.micro_batching.may_split
-        if source.change_partition(may_split=may_split) or self._batches is None:
-            self._batches = source.batches(epoch, offset)
-        return self._batches
-
     def _fewest_batches(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""
         number = min(number, 2**40)  # the product must fit into 64 bits
@@ -292,29 +297,26 @@ class Loop:
         least, self._rank_with_fewest = divmod(smallest, context.world_size)
         return least
 
-    def _end_failed_segment(self, segment: StepIterator, source: BatchSource) -> None:
+    def _end_failed_segment(self, segment: StepIterator) -> None:
         """Save the progress and the metrics of a segment that raised."""
         again = segment.end_after_error()
+        self._rest = None  # the next iteration starts at the offset
         if segment.has_loader_failed:
-            source.close_workers()
-        if source.is_partitioned or segment.has_loader_failed:
-            self._batches = None  # the next iteration starts at the offset
-        else:
-            self._batches = itertools.chain(again, self._batches or ())
+            segment.source.close_workers()
+        elif not segment.source.is_partitioned:
+            self._rest = itertools.chain(again, segment.rest or ())
         if self.train_state.update.meters is not None:
             self.call_progress.add(segment.start_step, self.train_state.update.meters.summary())
         self.train_state.end_segment()
 
-    def _handle_empty_segment(
-        self, segment: StepIterator, source: BatchSource, limit: int | None, until_epoch: int
-    ) -> None:
+    def _handle_empty_segment(self, segment: StepIterator, until_epoch: int) -> None:
         """Handle a segment without a step.
 
         The loader is empty, was at its end, or the loop did not ask for a batch.
         """
         if segment.epoch_is_over:
             if segment.start_offset == 0:
-                raise no_batch("train", source, self._rank_with_fewest)
+                raise no_batch("train", segment.source, self._rank_with_fewest)
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= until_epoch + self.call_progress.state.extra_epochs
             if train_state.global_step == self.call_progress.state.began_at and is_last:
@@ -323,7 +325,7 @@ class Loop:
         else:
             loop = f"{type(self.operator).__name__}.train_epoch"
             drew_none = f"{loop} drew no batch from its iterator"
-            if limit is not None:
+            if segment.limit is not None:
                 raise RuntimeError(
                     f"{drew_none}, so raysgd cannot count num_steps. Draw the batches from the "
                     "iterator, or increase self.global_step."
@@ -342,9 +344,8 @@ class Loop:
         positional, named = epoch_arguments(self.operator, {}, 1, train_state.epoch)
         with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
             train_state.update.is_warm_up = True
-            read = partial(source.batches, epoch=0, offset=0, num_steps=1)
             segment = train_state.step_iterator = StepIterator(
-                train_state, source, self.control, read, limit=1, steps_left=1
+                train_state, source, self.control, limit=1, steps_left=1, reads_only=1
             )
             self.operator.train_epoch(segment, *positional, **named)
         source.close_workers()

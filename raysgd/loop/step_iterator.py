@@ -32,19 +32,20 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source if memory ran out.
 
-    `open_batches` returns the iterator over the source. `agree_on_batch` returns 0 if any rank has
-    no batch, and may compare the samples of ranks. The functions `after_commit` run after each
-    commit, unless the loop has raised.
+    It reads the `rest` of an iteration over the source, or else begins one. `agree_on_batch`
+    returns 0 if any rank has no batch, and may compare the samples of ranks. The functions
+    `after_commit` run after each commit, unless the loop has raised.
     """
 
     _train_state: TrainState
-    _source: BatchSource
+    source: BatchSource
     _control: LoopControl
-    open_batches: Callable[[], Iterator[Any]]
-    limit: int | None = None
-    steps_left: int | None = None
+    rest: Iterator[Any] | None = None
+    limit: int | None = None  # of the segment
+    steps_left: int | None = None  # of the epoch; None if unknown
     agree_on_batch: Callable[[int], int] | None = None
     after_commit: Sequence[Callable[[], None]] = ()
+    reads_only: int | None = None  # steps of a new iteration; None for all
 
     has_paused = False
     was_read = False
@@ -66,7 +67,12 @@ class StepIterator:
 
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
-        return self.open_batches()  # when `allow_split` can no longer be called
+        """The iteration over the source. It opens when `allow_split` can no longer be called."""
+        train_state = self._train_state
+        may_split = train_state.micro_batching.may_split
+        if self.source.change_partition(may_split=may_split) or self.rest is None:
+            self.rest = self.source.batches(train_state.epoch, train_state.offset, self.reads_only)
+        return self.rest
 
     @property
     def step_s(self) -> float:
@@ -84,7 +90,7 @@ class StepIterator:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
         is_split = self._train_state.micro_batching.split > 1
         trains_all = not (self._update.micro_batch.is_repeated or is_split)
-        return self._source.num_collated if trains_all else None
+        return self.source.num_collated if trains_all else None
 
     def describe_position(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""
@@ -124,7 +130,7 @@ class StepIterator:
             raise StopIteration
         batch = self._ahead.popleft()
         # A partitioned source can read the batch again by its offset.
-        self._update.drawn.append(None if self._source.is_partitioned else batch)
+        self._update.drawn.append(None if self.source.is_partitioned else batch)
         micro_batch = self._plan_batch()
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
@@ -163,7 +169,7 @@ class StepIterator:
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
             rest = self._control.next_batch(self._batches, _NOTHING)
-            train_state, source = self._train_state, self._source
+            train_state, source = self._train_state, self.source
             if rest is not _NOTHING and source.steps_left(train_state.offset) == 0:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
                 train_state.settings.warn_once("length", text, source.describe())
@@ -185,9 +191,9 @@ class StepIterator:
             num_steps = train_state.accumulation_steps
             if self.total_steps is not None and self.num_steps + num_steps > self.total_steps:
                 num_steps = self.total_steps - self.num_steps
-            self._update.plan = self._source.plan(train_state.offset, num_steps)
+            self._update.plan = self.source.plan(train_state.offset, num_steps)
         planned = self._update.plan.batches
-        if index + 1 < len(planned) and not self._source.is_partitioned:
+        if index + 1 < len(planned) and not self.source.is_partitioned:
             self._read_ahead()  # the loader may end before its claimed length
         return planned[index]
 
@@ -225,7 +231,7 @@ class StepIterator:
         if not self._update.should_commit(raised):
             return
         num_steps = self._update.micro_batch.step_index + 1
-        offset = self._source.offset_after(self.start_offset, self.num_steps + num_steps)
+        offset = self.source.offset_after(self.start_offset, self.num_steps + num_steps)
         try:
             self._train_state.commit(num_steps, offset)
         finally:

@@ -43,7 +43,7 @@ def make_steps(
     source, iterator = BatchSource(batches), iter(batches)
     source.is_partitioned = is_partitioned
     return train_state, StepIterator(
-        train_state, source, LoopControl(), lambda: iterator, limit, steps_left, agree
+        train_state, source, LoopControl(), iterator, limit, steps_left, agree
     )
 
 
@@ -193,7 +193,7 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
         for _ in steps:
             pass
     again = steps.end_after_error()
-    assert [*again, *steps.open_batches()] == list(range(train_state.offset, count))
+    assert [*again, *steps.rest] == list(range(train_state.offset, count))
 
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
@@ -230,7 +230,7 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
         batch = next(steps)
     assert batch == "abcde"[at]
     reached = at // size * size
-    assert [*steps.end_after_error(), *steps.open_batches()] == list("abcde"[reached:])
+    assert [*steps.end_after_error(), *steps.rest] == list("abcde"[reached:])
     assert train_state.global_step == train_state.offset == steps.num_steps == reached
     assert train_state.update.index == -1
 
