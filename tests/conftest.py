@@ -151,14 +151,20 @@ def _run_script(code, arguments, environment, into, out):
     sys.stdin, sys.stdout, sys.argv = os.fdopen(0, closefd=False), stdout, arguments
     os.environ.clear()
     os.environ.update(environment)
-    coverage = sys.modules.get("coverage")
-    if coverage and (measured := coverage.Coverage.current()):  # the server began in another test
-        measured.switch_context(os.environ["PYTEST_CURRENT_TEST"])
+    measure(os.environ["PYTEST_CURRENT_TEST"])  # the server began in another test
     try:
         exec(compile(code, "script", "exec"), {"__name__": "__main__"})
     except Exception:
         traceback.print_exc(file=sys.stdout)  # a failing test shows this stream
         raise
+
+
+def measure(test):
+    """Let coverage, if it runs, store its data so far, and record what this test executes."""
+    coverage = sys.modules.get("coverage")
+    if coverage and (measured := coverage.Coverage.current()):
+        measured.save()
+        measured.switch_context(test)
 
 
 RANK = """

@@ -85,10 +85,10 @@ def measure():
 
 
 def tests_of(mutant):
-    """Return tests that execute a mutant's line. Those in the test file of the same name lead."""
+    """Return tests that execute a mutant's line, first those of its test file and its folder."""
     data = coverage.CoverageData(str(DATA))
     data.read()
-    contexts = data.contexts_by_lineno(str(TREE / mutant.file))
+    path, contexts = Path(mutant.file), data.contexts_by_lineno(str(TREE / mutant.file))
 
     def tests(lines):
         found = {name for line in lines for name in contexts.get(line, ())}
@@ -97,20 +97,27 @@ def tests_of(mutant):
     if "" in contexts.get(mutant.line, ()):
         found = tests(contexts)  # a line that runs at import can affect the whole file
     else:
-        found = tests([mutant.line]) or tests(_statement(mutant))
-    own = f"test_{Path(mutant.file).name}::"
-    return sorted(found, key=lambda test: (own not in test, test))[:MOST_TESTS]
+        found = next(filter(None, map(tests, _lines_around(mutant))), ())
+    own, folder = f"test_{path.name}::", f"tests/unit/{path.parent.relative_to('raysgd')}/"
+    near = {test: (own not in test, folder not in test) for test in found}
+    chosen = sorted(near, key=lambda test: (near[test], digest(test)))[:MOST_TESTS]
+    return sorted(chosen, key=lambda test: (near[test], test))  # fixtures of a file run once
 
 
-def _statement(mutant):
-    """Return the lines of the innermost statement, up to the line of the mutant."""
+def _lines_around(mutant):
+    """Yield the line, its innermost statement up to it, and the `def` of each inner function.
+
+    coverage records no lines of functions that run in threads of C++.
+    """
+    yield [mutant.line]
     tree = ast.parse((TREE / mutant.file).read_text(encoding="utf-8"))
-    starts = [
-        node.lineno
+    around = [
+        node
         for node in ast.walk(tree)
         if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= node.end_lineno
     ]
-    return range(max(starts, default=mutant.line), mutant.line + 1)
+    yield range(max((node.lineno for node in around), default=mutant.line), mutant.line + 1)
+    yield from ([node.lineno] for node in reversed(around) if isinstance(node, ast.FunctionDef))
 
 
 def judge(mutant):

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import itertools
+import os
 import pickle
 import traceback
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from tests.conftest import RANK, Script
+from tests.conftest import RANK, Script, measure
 
 FLOAT16 = {"use_fp16": True, "amp_dtype": torch.float16}
 
@@ -105,7 +106,7 @@ def processes(size, timeout_s=60):
         number = next(numbers)
         if not ranks:
             ranks.extend(Script(RANK + PLAY, rank, number, store.port) for rank in range(size))
-        store.set(f"cases/{number}", pickle.dumps(case))
+        store.set(f"cases/{number}", pickle.dumps((os.environ["PYTEST_CURRENT_TEST"], case)))
         keys = [f"results/{number}/{rank}" for rank in range(case.num_workers)]
         try:
             store.wait(keys)
@@ -133,9 +134,10 @@ def processes(size, timeout_s=60):
 def play(rank, number, store):
     """Play cases from the store, from a number on."""
     for each in itertools.count(number):
-        case = pickle.loads(store.get(f"cases/{each}"))
+        test, case = pickle.loads(store.get(f"cases/{each}"))
         if rank >= case.num_workers:
             continue
+        measure(test)
         text, result, case.number, case.port = "", None, each, store.port
         try:
             if case.num_workers > 1 and case.has_group:
@@ -144,6 +146,7 @@ def play(rank, number, store):
             result = case.run(rank)
         except Exception:
             text = traceback.format_exc()
+        measure(test)  # this process is killed later
         store.set(f"results/{each}/{rank}", pickle.dumps((text, result)))
         if dist.is_initialized():
             dist.destroy_process_group()
