@@ -100,7 +100,8 @@ class Mesh:
 
     def _add_socket(self, connection: socket.socket) -> None:
         self._sockets.append(connection)
-        self._raise_if_broken()
+        if self._break_reason:
+            raise RuntimeError(self._break_reason)
 
     def reduce(
         self, tensor: torch.Tensor, combine: Combine, timeout_s: float, in_thread: bool
@@ -144,7 +145,6 @@ class Mesh:
         missing = {rank: memoryview(buffer) for rank, buffer in received.items()}
         ends = time.monotonic() + timeout_s
         while True:
-            self._raise_if_broken()
             for rank, connection in self._peers.items():
                 try:
                     unsent[rank] = _send(connection, unsent[rank])
@@ -179,10 +179,6 @@ class Mesh:
             with torch.no_grad():
                 result = functools.reduce(combine, (terms[rank] for rank in sorted(terms)))
                 tensor.detach().copy_(result)
-
-    def _raise_if_broken(self) -> None:
-        if self._break_reason:
-            raise RuntimeError(self._break_reason)
 
     def _break(self, reason: str, cause: BaseException | None = None) -> NoReturn:
         self.interrupt(reason)
