@@ -67,7 +67,7 @@ def test_connecting_to_a_dead_peer_can_be_interrupted(ahead, monkeypatch):
 
         threading.Thread(target=interrupt).start()
     with pytest.raises(RuntimeError, match="interrupted"):
-        connector.connect(store, 0, 2, datetime.timedelta(seconds=2))
+        GlooGroup.init(store, 0, 2, datetime.timedelta(seconds=2), connector)
     wait_until(lambda: "raysgd-gloo-connect" not in {t.name for t in threading.enumerate()})
     assert (store.num_keys() == 0) == ahead  # an early interrupt publishes no address
 
@@ -308,10 +308,12 @@ for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
     number = torch.tensor([rank + 1])
     dist.all_reduce(number, op=getattr(dist.ReduceOp, op))
     assert number.item() == expected
-assert mesh._num_started == before + 4
+group.allreduce([number]).wait()  # without options
+assert number.item() == 4
 average = torch.tensor([rank + 1.0])
 dist.all_reduce(average, op=dist.ReduceOp.AVG)
 assert average.item() == 1.5
+assert mesh._num_started == before + 4
 
 # the other rank receives an operation that this rank does not wait for
 for _ in range(5):
@@ -388,6 +390,7 @@ work = dist.reduce_scatter(part, [torch.ones(2), torch.full((2,), 3.0)], async_o
 assert work.get_future().wait()[0] is part and part.tolist() == [2.0 + 4 * rank] * 2
 
 mine, theirs = torch.full((3,), float(rank)), torch.zeros(3)
+num_collectives = group._running._num_collectives
 works = [dist.isend(mine, 1 - rank), dist.irecv(theirs, 1 - rank)]
 for work in works:
     work.wait()
@@ -396,6 +399,7 @@ if rank:
     dist.send(mine, 0)
 else:
     assert dist.recv(mine) == 1 and mine.tolist() == [1.0] * 3  # from any rank
+assert group._running._num_collectives == num_collectives
 
 if rank == 0:
     works = [

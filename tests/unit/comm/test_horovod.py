@@ -26,6 +26,9 @@ def environment(monkeypatch):
     monkeypatch.setattr(module, "interface_of", lambda address: f"interface of {address}")
 
 
+ALONE = {"RANK": "0", "SIZE": "1"}
+
+
 def slots(size):
     return [{"rank": rank, "size": size} for rank in range(size)]
 
@@ -51,23 +54,20 @@ def test_ranks_are_counted_by_host(monkeypatch):
     assert [slot["cross_size"] for slot in found] == [2, 1, 2]
 
 
-def test_a_worker_alone_needs_no_rendezvous(environment):
-    found = horovod_environment(WorkerContext(), None, 1800)
-    assert (found["HOROVOD_RANK"], found["HOROVOD_SIZE"]) == ("0", "1")
-    assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in found
-
-
 @pytest.mark.parametrize(("timeout_s", "expected"), [(0.5, "1"), (5.7, "5"), (1800, "30")])
-def test_joining_has_the_timeout_up_to_half_a_minute(environment, timeout_s, expected):
-    variables = horovod_environment(WorkerContext(), None, timeout_s)
-    assert variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected
+def test_a_worker_alone_has_a_timeout_up_to_half_a_minute(environment, timeout_s, expected):
+    ranks = {f"{kind}{name}": n for kind in ("", "LOCAL_", "CROSS_") for name, n in ALONE.items()}
+    others = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_TIMEOUT_SECONDS": expected}
+    expected = {"HOSTNAME": "127.0.0.1", **ranks, **others}
+    found = horovod_environment(WorkerContext(), None, timeout_s)
+    assert found == {f"HOROVOD_{name}": value for name, value in expected.items()}
 
 
 @pytest.fixture
 def without_framework(monkeypatch):
     """A backend for functions that call ``hvd.init()`` themselves."""
     import_horovod()
-    monkeypatch.setattr(os, "environ", {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "old", "HOROVOD_X": "own"})
+    monkeypatch.setattr(os, "environ", {"HOROVOD_X": "own"})
     return HorovodBackend("horovod", 30, framework=None)
 
 
@@ -81,10 +81,8 @@ def test_the_environment_of_a_group_is_set_and_removed(environment, without_fram
     backend.teardown()
     left = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}
     assert left == {"HOROVOD_SIZE": "changed by the user", "HOROVOD_X": "own"}
-
-
-def test_a_worker_alone_leaves_the_earlier_rendezvous(environment, without_framework):
-    without_framework.setup(WorkerContext(), None)
+    os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = "of an earlier group"
+    backend.setup(WorkerContext(), None)
     assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ
     assert os.environ["HOROVOD_SIZE"] == "1"
 
@@ -173,7 +171,7 @@ def test_rendezvous_listens_on_loopback_and_ignores_strangers():
         urllib.request.urlopen(urllib.request.Request(url, b"here", method="PUT"), timeout=10)
         with urllib.request.urlopen(url, timeout=10) as answer:
             assert answer.read() == b"here"
-    backend.release_rendezvous()
+        backend.release_rendezvous()
     assert place not in listeners()
 
 

@@ -69,12 +69,6 @@ def test_a_worker_is_reached_over_loopback_on_one_machine(environment):
 
 
 @needs_tensorflow
-def test_a_worker_cannot_begin_alone(environment):
-    with pytest.raises(RuntimeError, match="cannot set up alone"):
-        create_backend("tensorflow", 20).setup(WorkerContext(), None)
-
-
-@needs_tensorflow
 def test_a_worker_that_does_not_come_is_named(environment):
     driver = create_backend("tensorflow", 0.1)
     rendezvous = driver.prepare(["127.0.0.1"] * 2)
@@ -154,9 +148,12 @@ def test_keras_on_another_framework_is_refused(environment, framework):
         keras_environment()
 
 
-def test_tensorflow_imported_too_early_is_refused(environment):
-    environment.setitem(sys.modules, "tensorflow", object())
+@needs_tensorflow
+def test_a_worker_that_is_alone_or_has_imported_tensorflow_too_early_is_refused(environment):
     backend = create_backend("tensorflow", 20)
+    with pytest.raises(RuntimeError, match="cannot set up alone"):
+        backend.setup(WorkerContext(), None)
+    environment.setitem(sys.modules, "tensorflow", object())
     with pytest.raises(RuntimeError, match=r"before TF_CONFIG was set.*initialization_hook"):
         backend.setup(WorkerContext(), None)
 

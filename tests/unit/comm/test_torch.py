@@ -8,13 +8,14 @@ import pickle
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from raysgd._internal.context import WorkerContext
-from raysgd.backends import create_backend
+from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.comm import torch as torch_backend
 from raysgd.comm.network import LOOPBACK, listeners
 from raysgd.comm.torch import TorchRendezvous, TorchStore
@@ -66,18 +67,46 @@ def test_nccl_has_a_second_store_on_the_same_interface():
     backend.close()
 
 
-def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
-    joined(backend)
-    other = create_backend("gloo", 30)
-    with pytest.raises(RuntimeError, match=r"already initialized.*destroy_process_group"):
-        other.setup(WorkerContext(distributed=True), backend.prepare(["127.0.0.1"]))
-    assert dist.is_initialized()
+def test_links_are_the_newest_rates_to_other_hosts(backend, monkeypatch):
+    now, own, other, meshed = [100.0], ("10.0.0.1", 5), ("10.0.0.2", 5), ("10.0.0.1", 8)
+    connections = [(own, ("10.0.0.2", 9)), (("10.0.0.1", 6), other), (meshed, ("10.0.0.0", 1))]
+    ignored = [(own, None), (own, ("10.0.0.1", 7)), (("10.0.0.1", 9), ("10.0.0.4", 1))]
+    sent = [(2**16, 0.5), (2**17, 1.0), (2**16, 0.25), *[(2**20, 1.0)] * 3]
+    expected = {"10.0.0.2": 2.0**17, "10.0.0.0": 2.0**18}
+    monkeypatch.setattr(torch_backend, "driver_address", lambda addresses: "127.0.0.2")
+    backend.setup(WorkerContext(distributed=True, node_ip=LOOPBACK), backend.prepare([LOOPBACK]))
+    backend._listening = {own, other}
+    backend._mesh = SimpleNamespace(endpoints=lambda: {meshed}, close=int)
+    monkeypatch.setattr(torch_backend, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = [
+        SimpleNamespace(local=local, remote=remote, count_sent=lambda n=n: sent[n])
+        for n, (local, remote) in enumerate([*connections, *ignored])
+    ]
+    monkeypatch.setattr(torch_backend, "endpoints", lambda: found)
+    assert backend.links() == expected
+    for now[0], sent[2], rate in [
+        (102.9, (2**17, 0.75), 2.0**18),  # too early
+        (103.0, (2**17, 0.75), 2.0**17),
+        (106.0, (2**17 + 2**16 - 1, 1.0), 2.0**17),  # too few bytes
+        (109.0, (2**18, 1.0), 2.0**17),  # in no time
+        (112.0, (2**18 + 2**16, 2.0), 2.0**16),
+    ]:
+        assert backend.links() == {**expected, "10.0.0.0": rate}
 
 
-def test_leaving_twice_does_not_end_a_group_of_the_users_own(backend):
+def test_a_backend_must_override_exactly_the_abstract_methods():
+    names = ["prepare", "setup", "interrupt", "teardown", "is_communication_error"]
+    assert CollectiveBackend.__abstractmethods__ == set(names)
+    backend = type("Own", (CollectiveBackend,), dict.fromkeys(names, print))()
+    assert (backend.advice(ValueError()), backend.collective(), backend.links()) == ("", None, {})
+
+
+def test_a_group_of_the_users_own_is_neither_taken_over_nor_ended_by_leaving_twice(backend):
     joined(backend)
     backend.teardown()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match=r"already initialized.*destroy_process_group"):
+        joined(backend)
     backend.teardown()
     assert dist.is_initialized()
     dist.destroy_process_group()
@@ -120,6 +149,7 @@ def test_small_groups_reduce_by_a_mesh_on_the_interface_of_gloo(
             backend.interrupt()
         joins.exception(10)
     backend.teardown()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface  # the choice of the user is kept
     assert address is None or tuple(address) not in listeners()
 
 
@@ -146,23 +176,11 @@ def test_workers_that_do_not_come_are_named(backend):
 def test_the_collective_of_this_worker_is_known(backend):
     assert backend.collective() is None
     joined(backend)
-    assert backend.collective() is None
+    assert (backend.collective(), backend.links()) == (None, {})  # links within one host
     backend._group._running.begin(1, print, is_collective=True)
     assert backend.collective() == 1
     backend._group._running.finish(1)
     assert dist.group.WORLD._gloo.options._timeout == datetime.timedelta(seconds=30)
-
-
-def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
-    loopback = torch_backend.interface_of("127.0.0.1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
-    monkeypatch.setattr(
-        torch_backend, "interface_of", lambda address: pytest.fail("the user has chosen")
-    )
-    backend = create_backend("gloo", 30)
-    joined(backend)
-    backend.teardown()
-    backend.close()
 
 
 @pytest.mark.parametrize("is_of_group", [False, True])

@@ -60,17 +60,6 @@ def test_a_worker_that_becomes_rank_0_takes_a_snapshot():
 
 
 def test_a_snapshot_is_the_state_that_would_have_been_saved_then():
-    runner, saved = (runner_with_snapshots(every, {"batch_norm": True}) for every in (3, None))
-    runner.handle(TrainRequest(call_number=0, until_step=5))  # changes the weights once more
-    saved.handle(TrainRequest(call_number=0, until_step=3))
-    expected = saved.state_dict()
-    del expected["data"]["loaders"]  # only files describe the data
-    # a snapshot may also describe the current call
-    held = {name: runner.acquire_snapshot()[name] for name in expected}
-    torch.testing.assert_close(held, expected, rtol=0, atol=0)
-
-
-def test_a_snapshot_has_a_copy_of_the_operators_own_state():
     class Counting(Recorder):
         def setup(self, config):
             super().setup(config)
@@ -83,10 +72,17 @@ def test_a_snapshot_has_a_copy_of_the_operators_own_state():
         def state_dict(self):
             return {"seen": self.seen, "nested": [self.seen]}
 
-    runner = runner_with_snapshots(3, operator_cls=Counting)
-    runner.handle(TrainRequest(call_number=0, until_step=5))
-    own = runner.acquire_snapshot()["operator"]
-    assert (own["seen"].item(), own["nested"][0].item()) == (3.0, 3.0)
+    runner, saved = (
+        runner_with_snapshots(every, {"batch_norm": True}, operator_cls=Counting)
+        for every in (3, None)
+    )
+    runner.handle(TrainRequest(call_number=0, until_step=5))  # changes the state once more
+    saved.handle(TrainRequest(call_number=0, until_step=3))
+    expected = saved.state_dict()
+    del expected["data"]["loaders"]  # only files describe the data
+    # a snapshot may also describe the current call
+    held = {name: runner.acquire_snapshot()[name] for name in expected}
+    torch.testing.assert_close(held, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("start_step", "num_batches"), [(5, 5), (4, 6)])
@@ -306,31 +302,25 @@ def test_a_snapshot_needs_no_memory_on_the_gpu():
 # ---- checks
 
 
-def check(**entries):
-    check_state({"models": [], "optimizers": [], "epoch": 0, **entries})
+NONE = {"models": [], "optimizers": [], "epoch": 0}
+AT, COUNT = {"epoch": 0, "offset": 0}, "The state's {} must be a count, but it is {!r}.".format
+KEYS, NO_COUNTS = (*AT, "validation_offset", "seed"), (-1, 1.0, True, "1", None, 2**62)
+WRONG = [
+    *((key, n, COUNT(key, n)) for key in ("epoch", "global_step") for n in NO_COUNTS),
+    *(("data", {**AT, key: -1}, COUNT(f"data[{key!r}]", -1)) for key in KEYS),
+    ("data", {"epoch": 0}, COUNT("data['offset']", None)),
+    ("data", [1], "state['data'] must be a dict, but it is [1]."),
+    ("data", {**AT, "split": 0}, "The state's data['split'] must be at least 1."),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), WRONG)
+def test_a_wrong_entry_is_named_with_its_value(key, value, message):
+    with pytest.raises(CheckpointError) as caught:
+        check_state({**NONE, key: value})
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("data", [None, {"epoch": 3, "offset": 0, "rng": "anything"}])
 def test_older_states_may_lack_some_counts(data):
-    check(epoch=3, data=data)
-
-
-@pytest.mark.parametrize("wrong", [-1, 1.0, True, "1", None, 2**62])
-@pytest.mark.parametrize("key", ["epoch", "global_step"])
-def test_a_wrong_count_is_named_with_its_value(key, wrong):
-    with pytest.raises(CheckpointError) as caught:
-        check(**{key: wrong})
-    assert str(caught.value) == f"The state's {key} must be a count, but it is {wrong!r}."
-
-
-@pytest.mark.parametrize("key", ["epoch", "offset", "validation_offset"])
-def test_a_wrong_place_in_the_data_is_named(key):
-    with pytest.raises(CheckpointError, match=rf"data\['{key}'\] must be a count.*-1"):
-        check(data={"epoch": 0, "offset": 0, key: -1})
-
-
-def test_data_must_be_a_dict_with_a_place():
-    with pytest.raises(CheckpointError, match=r"state\['data'\] must be a dict"):
-        check(data=[1])
-    with pytest.raises(CheckpointError, match=r"data\['offset'\] must be a count.*None"):
-        check(data={"epoch": 0})
+    check_state({**NONE, "epoch": 3, "data": data})
