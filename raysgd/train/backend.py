@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd._internal.arguments import as_dict, as_int, check_function
+from raysgd._internal.arguments import as_int, check_function
 from raysgd._internal.context import Request
 from raysgd._internal.forwarding import forward_to
 from raysgd.cluster import remote_functions
@@ -28,7 +28,6 @@ from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import ApplyRequest
 from raysgd.train.arguments import pickle_function
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
-from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 from raysgd.train.datasets import Datasets
 from raysgd.train.framework import (
@@ -43,7 +42,7 @@ from raysgd.train.report_queue import Growth, TrainingResult
 from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
-from raysgd.train.worker_session import RunPlan, receive_shards
+from raysgd.train.worker_session import RunPlan
 
 __all__ = [
     "Backend",
@@ -88,21 +87,11 @@ class _Run:
     def begin(self) -> None:
         """Send the function and the data to all workers."""
         try:
-            self.send_shards()
+            self.datasets.send(self.controller.members)
         except WorkerLostError as error:
             # If only the connection is lost, kill the process. The next call restarts it.
             self.controller.members[error.rank].kill_process()
         self.send(LoadRequest(state={"plan": self.plan}))
-
-    def send_shards(self) -> None:
-        """Send each worker its shards of the data."""
-        members: list[Any] = self.controller.members
-        shards = self.datasets.split([member.actor for member in members])
-        references = [
-            member.execute(receive_shards, shard)
-            for member, shard in zip(members, shards, strict=True)
-        ]
-        remote_functions.results(members, references)
 
 
 class BackendExecutor:
@@ -143,8 +132,8 @@ class BackendExecutor:
         self._elastic = replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
         self._workers: WorkerGroup | None = None
-        self.checkpoints = self._saved = RunCheckpoints()
-        """The checkpoints of the newest run. `_saved` are those of the newest run with one."""
+        self.checkpoints = self._earlier = RunCheckpoints()
+        """The checkpoints of the newest run. `_earlier` are those of the newest run with one."""
         self._run: _Run | None = None
         self._finalizer: Any = None
 
@@ -183,7 +172,7 @@ class BackendExecutor:
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
             self._run.growth.forget_checkpoint()
-            self._run.send_shards()
+            self._run.datasets.send(self._run.controller.members)
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
         """Stop the workers. You can call `start` again afterwards.
@@ -264,7 +253,7 @@ class BackendExecutor:
             self._find_override("decode_data"),
         )
         if resume and (manifest := checkpoints.restore()) is not None:
-            iteration, self._saved = manifest.global_step, checkpoints
+            iteration = manifest.global_step
         elif checkpoint is not None:
             checkpoints.blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
         keeps_batch = self._elastic.global_batch == "keep"
@@ -281,7 +270,7 @@ class BackendExecutor:
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
-        self.checkpoints = checkpoints
+        self._earlier, self.checkpoints = self._saved, checkpoints
         call = Call(method="run", max_losses=self._max_losses)
         self._run = run = _Run(controller, plan, datasets, call)
         with self.abort_on_error():
@@ -306,9 +295,11 @@ class BackendExecutor:
                         f"The workers are out of step: {'; '.join(each)}. Every worker must call "
                         "report() and save_checkpoint() equally often and in the same order."
                     )
-                self._save_checkpoint(run, results)
+                number = results[0].iteration
+                if self.checkpoints.save(results):
+                    run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=number)
                 if run.growth.observe(results[0]):
-                    run.plan = replace(run.plan, iteration=results[0].iteration)
+                    run.plan = replace(run.plan, iteration=number)
                     run.controller.grow()
                 if results[0].kind == "end":
                     run.values = [result.value for result in results]
@@ -369,6 +360,10 @@ class BackendExecutor:
 
     # ---- checkpoints
 
+    @property
+    def _saved(self) -> RunCheckpoints:
+        return self.checkpoints if self.checkpoints.has_saved else self._earlier
+
     latest_checkpoint = forward_to(
         "_saved.latest", "The newest checkpoint of the newest run that saved one, or None."
     )
@@ -390,31 +385,6 @@ class BackendExecutor:
         return folder if folder is not None and folder.is_dir() else None
 
     # ---- helpers
-
-    def _save_checkpoint(self, run: _Run, results: list[TrainingResult]) -> None:
-        rank = next((rank for rank, result in enumerate(results) if result.has_checkpoint), None)
-        if rank is None:
-            return
-        result = results[0]
-        if result.not_finite:
-            logger.warning(
-                "A checkpoint is not kept, because its %s has NaN or infinity. The last finite "
-                "checkpoint stays.",
-                result.not_finite,
-            )
-            return
-        if result.checkpoint is None:
-            raise RuntimeError(
-                f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
-                "checkpoint of worker 0: report a checkpoint there."
-            )
-        number = self.checkpoints.number
-        try:
-            self.checkpoints.save(result, result.checkpoint, len(results))
-        finally:
-            if self.checkpoints.number > number:  # also if it lacks the number that rates it
-                self._saved = self.checkpoints
-        run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=result.iteration)
 
     def _await_idle_workers(self, controller: Controller) -> None:
         """Replace dead workers, and wait for workers that still run a failed function.
@@ -441,28 +411,3 @@ class BackendExecutor:
                 f"{method}(): no training function is running. Call start_training() first."
             )
         return self._run
-
-
-def executor_for(
-    config: BackendConfig, scaling: ScalingConfig, failure: FailureConfig
-) -> BackendExecutor:
-    use_gpu = scaling.use_gpu
-    resources = as_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
-    if use_gpu not in (True, False):  # 1 and 0 as well
-        raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
-    num_cpus, num_gpus = resources.pop("CPU", 1), resources.pop("GPU", int(use_gpu))
-    if bool(use_gpu) != (num_gpus > 0):
-        raise ValueError(
-            f"resources_per_worker={{'GPU': {num_gpus!r}}} contradicts use_gpu={use_gpu}. Change "
-            "one of them."
-        )
-    return BackendExecutor(
-        config,
-        scaling.num_workers,
-        num_cpus,
-        num_gpus,
-        resources,
-        failure.max_failures,
-        elastic=failure.elastic,
-        placement_strategy=scaling.placement_strategy,
-    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raysgd._internal.arguments import as_int
+from raysgd._internal.arguments import as_dict, as_int
 from raysgd._internal.paths import as_path
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.callbacks.callback import TrainingCallback
@@ -69,6 +69,29 @@ def as_scaling_config(config: Any) -> ScalingConfig:
             "nodes a custom resource, and request it with resources_per_worker."
         )
     return _convert(ScalingConfig, "scaling_config", config, "num_workers")
+
+
+def executor_arguments(scaling: ScalingConfig, failure: FailureConfig) -> dict[str, Any]:
+    """Return the arguments of `BackendExecutor` for these configs."""
+    use_gpu = scaling.use_gpu
+    resources = as_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
+    if use_gpu not in (True, False):  # 1 and 0 as well
+        raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
+    num_cpus, num_gpus = resources.pop("CPU", 1), resources.pop("GPU", int(use_gpu))
+    if bool(use_gpu) != (num_gpus > 0):
+        raise ValueError(
+            f"resources_per_worker={{'GPU': {num_gpus!r}}} contradicts use_gpu={use_gpu}. Change "
+            "one of them."
+        )
+    return {
+        "num_workers": scaling.num_workers,
+        "num_cpus_per_worker": num_cpus,
+        "num_gpus_per_worker": num_gpus,
+        "additional_resources_per_worker": resources,
+        "max_retries": failure.max_failures,
+        "elastic": failure.elastic,
+        "placement_strategy": scaling.placement_strategy,
+    }
 
 
 def as_run_config(run_config: Any) -> RunConfig:

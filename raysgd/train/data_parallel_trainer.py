@@ -19,9 +19,9 @@ from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.train.arguments import bind_config, make_folder, run_folder
-from raysgd.train.backend import BackendExecutor, executor_for
+from raysgd.train.backend import BackendExecutor
 from raysgd.train.callbacks.callback import CallbackHandler
-from raysgd.train.configs import as_run_config, as_scaling_config
+from raysgd.train.configs import as_run_config, as_scaling_config, executor_arguments
 from raysgd.train.datasets import Datasets
 from raysgd.train.framework import BackendConfig
 from raysgd.train.result import REPORTS, ReportLog, Result
@@ -149,8 +149,8 @@ class DataParallelTrainer:
 
     def create_executor(self) -> BackendExecutor:
         """Return a new executor for the workers that the configs describe. It is not started."""
-        failure = self.run_config.failure_config
-        return executor_for(self.backend_config, self.scaling_config, failure)
+        arguments = executor_arguments(self.scaling_config, self.run_config.failure_config)
+        return BackendExecutor(self.backend_config, **arguments)
 
     def with_config(self, config: Mapping[str, Any]) -> Self:
         """Return a copy with `config` merged over ``train_loop_config``."""

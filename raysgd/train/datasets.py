@@ -6,6 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from raysgd.cluster import remote_functions
+from raysgd.train.worker_session import receive_shards
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,6 +28,12 @@ class Datasets:
             if not hasattr(self._named[name], "materialize"):
                 shown = f"dataset {name!r}" if self._has_names else f"dataset={datasets!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of Datasets by name.")
+
+    def send(self, members: Sequence[Any]) -> None:
+        """Send each worker its shards."""
+        shards = self.split([each.actor for each in members])
+        calls = [m.execute(receive_shards, shard) for m, shard in zip(members, shards, strict=True)]
+        remote_functions.results(members, calls)
 
     def split(self, actors: Sequence[Any]) -> list[Any]:
         """Return the shard of each worker. Shards have equal size and local rows if possible.

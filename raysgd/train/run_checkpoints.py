@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.constants import TIMESTAMP
 from raysgd.train.report_queue import TrainingResult
+
+logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints(CheckpointFolder):
@@ -52,6 +55,7 @@ class RunCheckpoints(CheckpointFolder):
         self.number = number
         self.blob: bytes | None = None
         """The newest checkpoint, pickled."""
+        self.has_saved = False  # or restored
 
     def restore(self) -> Manifest | None:
         """Continue with the checkpoints of an earlier run in the folder.
@@ -80,33 +84,51 @@ class RunCheckpoints(CheckpointFolder):
 
         newest, self.blob, manifest = self._load_first(names, read)
         self._read_manifests(names)
-        (self.number,) = name_numbers(newest)
+        (self.number,), self.has_saved = name_numbers(newest), True
         return manifest
 
-    def save(self, result: TrainingResult, blob: bytes, world_size: int) -> None:
-        """Store a checkpoint, on disk too if the strategy keeps it. Return when it is stored.
+    def save(self, results: Sequence[TrainingResult]) -> bool:
+        """Store the checkpoint of worker 0, if there is one, on disk too if the strategy keeps it.
 
-        Raise ValueError afterwards if it lacks the number that rates it.
+        Return whether there is one. Raise ValueError after storing one that lacks the number that
+        rates it. `results` are those of all workers.
         """
+        rank = next((rank for rank, each in enumerate(results) if each.has_checkpoint), None)
+        if rank is None:
+            return False
+        result, blob = results[0], results[0].checkpoint
+        if result.not_finite:
+            logger.warning(
+                "A checkpoint is not kept, because its %s has NaN or infinity. The last finite "
+                "checkpoint stays.",
+                result.not_finite,
+            )
+            return False
+        if blob is None:
+            raise RuntimeError(
+                f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
+                "checkpoint of worker 0: report a checkpoint there."
+            )
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
         name = f"checkpoint_{self.number + 1:06d}"
         if self._keep != 0:
             self._folder.make_folder()
             manifest = Manifest(
-                world_size=world_size, global_step=result.iteration, metrics=dict(result.numbers)
+                world_size=len(results), global_step=result.iteration, metrics=dict(result.numbers)
             )
             write_pickle(blob, self._folder.child(name).name, manifest)
             self._manifests[name] = manifest
             self._remove_surplus(name)
         self.number += 1
-        self.blob = blob
+        self.blob, self.has_saved = blob, True
         score = self._monitor
         if self._keep != 0 and score is not None and score not in result.numbers:
             raise ValueError(
                 f"checkpoint_score_attribute={score!r}: {name} has no number of that name. Report "
                 f"it with the checkpoint. The numbers are: {', '.join(result.numbers)}."
             )
+        return True
 
     def finish(self) -> None:
         """Remove the newest checkpoint unless it is one of the best."""

@@ -13,10 +13,10 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.arguments import bind_config, make_folder, new_folder, run_folder
-from raysgd.train.backend import BackendExecutor, executor_for
+from raysgd.train.backend import BackendExecutor
 from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
-from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig, executor_arguments
 from raysgd.train.data_parallel_trainer import DataParallelTrainer, function_trainable
 from raysgd.train.framework import BackendConfig, as_backend_config
 from raysgd.train.worker_group import TrainWorkerGroup
@@ -73,7 +73,8 @@ class Trainer:
         self._config = as_backend_config(backend)
         self._scaling = ScalingConfig(num_workers, use_gpu, resources_per_worker)
         self._failure = FailureConfig(max_retries, elastic)
-        self._executor = executor_for(self._config, self._scaling, self._failure)
+        arguments = executor_arguments(self._scaling, self._failure)
+        self._executor = BackendExecutor(self._config, **arguments)
         self.latest_run_dir: Path | None = None
         """Folder of the newest run; None before the first run."""
         self._iterator: TrainingIterator | None = None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from raysgd.train.arguments import bind_config, make_folder, pickle_function, run_folder
-from raysgd.train.backend import BackendConfig, executor_for
-from raysgd.train.configs import FailureConfig, ScalingConfig
+from raysgd.train.backend import BackendConfig, BackendExecutor
+from raysgd.train.configs import FailureConfig, ScalingConfig, executor_arguments
 from raysgd.train.constants import DEFAULT_RESULTS_DIR
 from raysgd.train.worker_group import group_options
 
@@ -69,7 +69,8 @@ def test_workers_are_packed_unless_arguments_or_the_environment_say_otherwise(mo
 
 
 def executor(use_gpu, resources):
-    return executor_for(BackendConfig(), ScalingConfig(1, use_gpu, resources), FailureConfig())
+    arguments = executor_arguments(ScalingConfig(1, use_gpu, resources), FailureConfig())
+    return BackendExecutor(BackendConfig(), **arguments)
 
 
 @pytest.mark.parametrize(

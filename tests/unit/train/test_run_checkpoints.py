@@ -6,6 +6,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from raysgd._internal.values import scalars
 from raysgd.checkpoint.file import write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
@@ -17,8 +18,8 @@ from raysgd.train.run_checkpoints import RunCheckpoints
 
 def keep(checkpoints, *states):
     for state in states:
-        result = TrainingResult("checkpoint", numbers={"_timestamp": 1.0, **state})
-        checkpoints.save(result, cloudpickle.dumps(state), world_size=2)
+        numbers, blob = {"_timestamp": 1.0, **scalars(state)}, cloudpickle.dumps(state)
+        checkpoints.save([TrainingResult("checkpoint", None, blob, True, numbers=numbers)] * 2)
 
 
 def numbers_in(folder):
@@ -56,12 +57,11 @@ def test_the_newer_of_equals_stays(tmp_path, caplog, score):
 
 
 def test_a_checkpoint_without_a_score_is_an_error_and_is_stored(tmp_path):
-    executor, blob = BackendExecutor(BackendConfig()), cloudpickle.dumps({"epoch": 2})
+    executor = BackendExecutor(BackendConfig())
     executor.checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
     keep(executor.checkpoints, {"epoch": 1, "accuracy": 1})
-    unrated = TrainingResult("checkpoint", None, blob, has_checkpoint=True, numbers={"epoch": 2})
     with pytest.raises(ValueError, match=r"'accuracy': checkpoint_000002 has no .* epoch"):
-        executor._save_checkpoint(None, [unrated])
+        keep(executor.checkpoints, {"epoch": 2})
     assert executor.latest_checkpoint == {"epoch": 2}
     again = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
     assert again.restore() is not None
@@ -121,8 +121,7 @@ def test_a_new_process_skips_checkpoints_whose_arrays_were_finite_before(tmp_pat
     saved = RunCheckpoints(tmp_path)
     for epoch, weight in enumerate((1.0, 1.0, np.nan, np.nan)):
         history = np.array([0.5] + epoch * [np.nan])  # may grow by NaN
-        blob = cloudpickle.dumps({"w": np.array([weight]), "history": history})
-        saved.save(TrainingResult("checkpoint", numbers={"_timestamp": 1}), blob, world_size=2)
+        keep(saved, {"w": np.array([weight]), "history": history})
     found = RunCheckpoints(tmp_path)
     assert found.restore() is not None
     assert (found.number, found.latest_path.name) == (2, "checkpoint_000002")
