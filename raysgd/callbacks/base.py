@@ -191,11 +191,11 @@ def complete_last_line(path: Path) -> None:
             file.write(b"\n")
 
 
-def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]], keep_nan: bool = False) -> None:
     """Append JSON objects to a file, one per line."""
     complete_last_line(path)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(jsonable(line), allow_nan=False) + "\n" for line in lines)
+        file.writelines(json.dumps(jsonable(line, keep_nan)) + "\n" for line in lines)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from raysgd._internal.imports import import_extra
 from raysgd._internal.values import json_dict
-from raysgd.callbacks.base import complete_last_line, read_lines
+from raysgd.callbacks.base import append_lines, read_lines
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
 
@@ -64,13 +63,10 @@ class ReportLog:
     """Appends reports of worker 0 to a file of JSON lines. A restored run continues the file."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        complete_last_line(path)
-        earlier = read_reports(path)
+        self._path, earlier = path, read_reports(path)
         self.last = earlier[-1] if earlier else None
 
     def write(self, result: Mapping[str, Any]) -> None:
         """Append a report, without the values that JSON cannot represent."""
         self.last = dict(result)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(json_dict(result, keep_nan=True)) + "\n")
+        append_lines(self._path, [json_dict(result, keep_nan=True)], keep_nan=True)
