@@ -48,16 +48,20 @@ class GlooCollectives(KerasCollectives):
     A group of TensorFlow needs a server without authentication, and a process can join only one.
     """
 
-    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+    def __init__(self) -> None:
         import torch
-        import torch.distributed as dist
 
+        self._torch, self._dist = torch, torch.distributed
+        # During setup, a replacement worker is alone in its group, whatever its context says.
+        super().__init__(self._dist.get_world_size(), self._dist.get_rank())
+
+    def mean(self, tensors: Sequence[Any]) -> list[Any]:
         arrays = [tensor.numpy() for tensor in tensors]
         # PyTorch cannot read arrays of bfloat16.
         is_double = any(array.dtype == np.float64 for array in arrays)
         dtype = np.float64 if is_double else np.float32
         flat: Any = np.concatenate([array.ravel() for array in arrays], dtype=dtype)
-        dist.all_reduce(torch.from_numpy(flat))
+        self._dist.all_reduce(self._torch.from_numpy(flat))
         flat /= self.size
         parts = np.split(flat, np.cumsum([array.size for array in arrays])[:-1])
         return [
@@ -66,18 +70,13 @@ class GlooCollectives(KerasCollectives):
         ]
 
     def all_reduce_min(self, *values: int) -> list[int]:
-        import torch
-        import torch.distributed as dist
-
-        minima = torch.tensor(values)
-        dist.all_reduce(minima, op=dist.ReduceOp.MIN)
+        minima = self._torch.tensor(values)
+        self._dist.all_reduce(minima, op=self._dist.ReduceOp.MIN)
         return [int(number) for number in minima]
 
     def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        import torch.distributed as dist
-
         box = [make() if self.rank == rank else None]
-        dist.broadcast_object_list(box, src=rank)
+        self._dist.broadcast_object_list(box, src=rank)
         return box[0]
 
 
@@ -88,6 +87,7 @@ class HorovodCollectives(KerasCollectives):
         import horovod.tensorflow as hvd
 
         super().__init__(size, rank)
+        self._hvd = hvd
         self._mean = tf.function(lambda tensors: hvd.grouped_allreduce(tensors, op=hvd.Average))
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
@@ -98,15 +98,12 @@ class HorovodCollectives(KerasCollectives):
         return means
 
     def all_reduce_min(self, *values: int) -> list[int]:
-        import horovod.tensorflow as hvd
-
-        of_all = hvd.allgather(tf.constant([values], tf.int64)).numpy()
+        of_all = self._hvd.allgather(tf.constant([values], tf.int64)).numpy()
         return [int(number) for number in of_all.min(axis=0)]
 
     def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        from horovod.tensorflow.functions import broadcast_object
-
-        return broadcast_object(make() if self.rank == rank else None, root_rank=rank)
+        value = make() if self.rank == rank else None
+        return self._hvd.broadcast_object(value, root_rank=rank)
 
 
 def create_collectives(settings: TFSettings) -> KerasCollectives:
@@ -115,7 +112,4 @@ def create_collectives(settings: TFSettings) -> KerasCollectives:
         return KerasCollectives()
     if settings.options.use_horovod:
         return HorovodCollectives(context.world_size, context.world_rank)
-    import torch.distributed as dist
-
-    # During setup, a replacement worker is alone in its process group, whatever its context says.
-    return GlooCollectives(dist.get_world_size(), dist.get_rank())
+    return GlooCollectives()
