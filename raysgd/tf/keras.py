@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.tf.layer_state import layer_states, set_layer_states
+from raysgd.tf.layer_state import flat_layers, layer_states, set_layer_states
 
 
 def overrides(model: Any, name: str) -> bool:
@@ -44,7 +44,7 @@ def set_trainable(model: Any, values: Mapping[str, bool]) -> None:
 
 
 def _trainables(model: Any) -> list[Any]:
-    return [*model._flatten_layers(), *model.weights]  # Keras has no public list of inner layers
+    return [*flat_layers(model), *model.weights]
 
 
 def to_portable(model: Any) -> dict[str, Any]:

@@ -15,6 +15,11 @@ _FILE = "file: "
 """Prefix of the files of ``save_assets`` in a layer's state."""
 
 
+def flat_layers(model: Any) -> Any:
+    """Return a model, its layers, and those in layers. Keras has no public list of the latter."""
+    return model._flatten_layers()
+
+
 def layer_states(model: Any) -> dict[str, dict[str, Any]]:
     """Return the state of each layer that keeps more than variables, by ``number/name``."""
     return {f"{n}/{layer.name}": _state_of(layer) for n, layer in enumerate(_layers_to_save(model))}
@@ -40,8 +45,7 @@ def layers_problem(model: Any, states: Mapping[str, Any]) -> str:
 
 def _layers_to_save(model: Any) -> list[Any]:
     """Return the preprocessing layers, and the user's layers that load more than variables."""
-    layers = model._flatten_layers()  # Keras has no public method that includes inner layers
-    loaders = [(layer, type(layer).load_own_variables.__module__) for layer in layers]
+    loaders = [(each, type(each).load_own_variables.__module__) for each in flat_layers(model)]
     special = [
         layer
         for layer, module in loaders

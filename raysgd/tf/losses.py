@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from raysgd.metrics import NUM_SAMPLES, MergeableMetric, Sums, ratio
 from raysgd.tf.keras import overrides
+from raysgd.tf.layer_state import flat_layers
 
 
 class MeanLoss:
@@ -110,6 +111,12 @@ def _compile(model: Any, **arguments: Any) -> Any:
     return shell
 
 
+def compiled_objects(model: Any) -> list[Any]:
+    """Return the optimizer, the loss, and the metrics that ``compile`` has set, or None."""
+    names = ("optimizer", "_compile_loss", "_compile_metrics")  # Keras has no public names
+    return [getattr(model, name, None) for name in names]
+
+
 def losses_without_means(criterion: Any) -> list[str]:
     """Return the losses that are not means over samples, as text."""
     losses = []
@@ -154,7 +161,7 @@ class BatchMetrics:
         if metrics is not None:
             metrics = metrics if isinstance(metrics, list | tuple | dict) else [metrics]
             model = _compile(model, metrics=metrics)
-        self._compiled_metrics = model._compile_metrics
+        self._compiled_metrics = compiled_objects(model)[-1]
         self._names: list[str] = []
         self._checked: set[str] = set()
         """Metrics whose state is known to be a sum over batches."""
@@ -195,7 +202,8 @@ class BatchMetrics:
 
 def own_metrics(model: Any) -> list[Any]:
     """Return the metrics that the model and its layers update themselves."""
-    inner = [each for each in model._flatten_layers(False) if not isinstance(each, keras.Model)]
+    inner = [each for each in flat_layers(model) if not isinstance(each, keras.Model)]
+    # The public list of a layer has those of inner layers, and that of a model those of `compile`.
     return [metric for layer in [model, *inner] for metric in layer._metrics]
 
 

@@ -312,5 +312,5 @@ def _set_masks(output: Any, masks: Any) -> Any:
 
     for tensor, mask in zip(tf.nest.flatten(output), tf.nest.flatten(masks), strict=True):
         if mask is not None:
-            tensor._keras_mask = mask
+            tensor._keras_mask = mask  # Keras has no public function for it
     return output

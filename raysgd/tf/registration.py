@@ -12,6 +12,7 @@ from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.tf.features import KerasOptimization, ReplicaSync
 from raysgd.tf.keras import named_arrays, policy_name
+from raysgd.tf.layer_state import flat_layers
 from raysgd.tf.losses import BatchLosses, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
 
@@ -33,7 +34,7 @@ def register(
             raise TypeError(
                 f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
             )
-        for layer in model._flatten_layers() if num_workers > 1 else ():
+        for layer in flat_layers(model) if num_workers > 1 else ():
             if getattr(layer, "synchronized", False):
                 raise NotImplementedError(
                     f"TFTrainer does not synchronize the statistics of {layer.name!r} over the "
@@ -58,9 +59,8 @@ def register(
     train_state.update.optimizer_steps.optimizers = train_state.optimizers
     class_weight = _as_class_weight(class_weight)
     train_state.losses = BatchLosses(model, criterion, metrics, class_weight)
-    for loss in losses_without_means(
-        getattr(model, "loss", None) if criterion is None else criterion
-    ):
+    losses = getattr(model, "loss", None) if criterion is None else criterion
+    for loss in losses_without_means(losses):
         train_state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
     train_state.optimization = KerasOptimization(train_state)
     sync, micro_batching = ReplicaSync(train_state), train_state.micro_batching

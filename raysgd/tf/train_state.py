@@ -20,7 +20,7 @@ from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
 from raysgd.tf.loading import KerasSources
-from raysgd.tf.losses import BatchLosses
+from raysgd.tf.losses import BatchLosses, compiled_objects
 from raysgd.tf.options import TFSettings
 from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
 
@@ -52,8 +52,7 @@ class KerasTrainState(TrainState):
         return preserving(self.losses)  # the losses of outputs depend on the batch
 
     def compile_arguments(self) -> list[Any]:
-        names = ("optimizer", "_compile_loss", "_compile_metrics")
-        arguments = [getattr(model, name, None) for model in self.models for name in names]
+        arguments = [each for model in self.models for each in compiled_objects(model)]
         for options, rate, _ in map(_options_of, self.optimizers):
             arguments += [options, None if isinstance(rate, float) else rate]
         return arguments
@@ -156,7 +155,7 @@ class KerasSavedState(SavedState):
 def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:
     """Return an optimizer's options without rates, its rate, and rates of optimizers in it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    rate, options = inner._learning_rate, ""
+    rate, options = inner._learning_rate, ""  # the public one is a schedule's current value
     with contextlib.suppress(NotImplementedError, TypeError):  # a rate without get_config
         options = _ADDRESS.sub("", str(inner.get_config()))
     rate = float(rate) if hasattr(rate, "numpy") else rate

@@ -169,7 +169,6 @@ class TFTrainer(OperatorTrainer):
 
         `to_cpu` is ignored. Raise TypeError if Keras cannot serialize the model (``get_config``).
         """
-        del to_cpu
         from raysgd.tf.keras import from_portable
 
         models = [from_portable(each) for each in self._transfer.models()]

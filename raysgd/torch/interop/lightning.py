@@ -24,10 +24,9 @@ from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.interop.lightning_trainer import TrainerStandIn
 from raysgd.torch.interop.logged_metrics import compute_logged
 
-_Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
-
-
 logger = logging.getLogger(__name__)
+
+_Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
 
 _REFUSED = {
     "backward": "override train_batch of the operator",

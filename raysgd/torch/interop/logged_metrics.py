@@ -53,6 +53,7 @@ class MergedStates(MergeableMetric):
     def _reduce_states(self) -> Metric:
         # Copy, because some metrics change their states in compute(). The newest is the smallest.
         metric = self._parts[-1].clone()
+        # TorchMetrics has no public names for the rest. Its `reset` would reset the states, too.
         for member, *parts in zip(*map(nested_metrics, (metric, *self._parts)), strict=True):
             for name, reduce in member._reductions.items():
                 if len(parts) > 1:
@@ -85,7 +86,7 @@ def _are_associative(metric: Metric) -> bool:
 
     return all(
         reduce in (dim_zero_max, dim_zero_min, dim_zero_sum)
-        or isinstance(member._defaults[name], list)
+        or isinstance(member.metric_state[name], list)
         for member in nested_metrics(metric)
         for name, reduce in member._reductions.items()
     )
