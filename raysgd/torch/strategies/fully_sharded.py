@@ -207,8 +207,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         new = dict(zip(map(id, before), self._parameters, strict=True))
         for group in self.optimizer.param_groups:
             group["params"] = [new[id(parameter)] for parameter in group["params"]]
-        kept = {new[id(parameter)]: state for parameter, state in self._unsharded.items()}
-        self._unsharded = self.optimizer.state = defaultdict(dict, kept)
+        self.optimizer.state = defaultdict(dict)
         layout = self._layout
         for piece in layout.pieces_of(layout.rank, self._pieces):
             first, _ = layout.shards[layout.rank][piece.param_index]

@@ -56,7 +56,7 @@ class ShardedOptimizer(StepFeature):
         copies: see `ShardLayout`.
         train_state: the training state.
         parameters: parameters that are sharded too, by rows. None if each worker has the complete
-            parameters. The layout then covers the parameters that the optimizer trains.
+            parameters. The layout then covers those of the optimizer, also if they are frozen.
     """
 
     holdings = Holdings(complete=False)
@@ -71,19 +71,16 @@ class ShardedOptimizer(StepFeature):
         self.optimizer = optimizer
         self._train_state = train_state
         optimized: list[Any] = parameters_of(optimizer)
-        self._num_parameters = len(optimized)
         numbers = {parameter: number for number, parameter in enumerate(optimized)}
-        by_rows = parameters is not None
-        if parameters is None:
-            parameters = [parameter for parameter in optimized if parameter.requires_grad]
-        self._parameters: Sequence[torch.Tensor] = parameters
+        self._parameters: Sequence[torch.Tensor] = parameters or optimized
         self._numbers = {
             param_index: numbers[parameter]
-            for param_index, parameter in enumerate(parameters)
-            if parameter.requires_grad and parameter in numbers
+            for param_index, parameter in enumerate(self._parameters)
+            if parameter in numbers
         }
-        """Maps the index of each updated parameter to its number in the optimizer."""
-        self._layout = ShardLayout(parameters, self._numbers, copies, by_rows)
+        """Maps the index of each parameter of the optimizer to its number there."""
+        updated, by_rows = self._find_updated(), parameters is not None
+        self._layout = ShardLayout(self._parameters, updated, copies, by_rows)
         self._pieces: list[Piece] = []
         self._running: tuple[list[list[torch.Tensor]], list[Piece]] | None = None
         """Within a step: the parameters of each group, and the pieces that it has instead."""
@@ -99,14 +96,20 @@ class ShardedOptimizer(StepFeature):
         self.shard_state()
         self.optimizer.register_step_pre_hook(self._begin_step)
 
+    def _find_updated(self) -> set[int]:
+        """Return the indices of the parameters that the next step may update."""
+        pairs = [(index, self._parameters[index]) for index in self._numbers]
+        return {index for index, p in pairs if p.requires_grad or p.grad is not None}
+
     # ---- training step
 
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        _check_step(optimizer, self._num_parameters, args[1:], kwargs)
+        _check_step(optimizer, len(self._numbers), args[1:], kwargs)
         self._await_workers()
         self._receive_gradients()
         layout = self._layout
+        layout.updated = self._find_updated()
         self._buffers = {
             shard: layout.new_buffers(shard, self._device) for shard in layout.held_shards()
         }
@@ -188,7 +191,7 @@ class ShardedOptimizer(StepFeature):
             assert piece.value is not None
             piece.state = self.optimizer.state.get(piece.value, {})
             piece.value.grad = None
-        self.optimizer.state = self._unsharded
+        self.optimizer.state = defaultdict(dict)
         self._running = None
 
     def commit(self, update: Update) -> None:
@@ -218,10 +221,7 @@ class ShardedOptimizer(StepFeature):
         Every worker starts with the full state.
         """
         full_state, layout = self.optimizer.state, self._layout
-        updated = {self._parameters[param_index] for param_index in self._numbers}
-        # Frozen parameters can have state too, such as in Adagrad. Their state is not sharded.
-        of_frozen = {p: full_state[p] for p in full_state.keys() - updated}
-        self._unsharded = self.optimizer.state = defaultdict(dict, of_frozen)
+        self.optimizer.state = defaultdict(dict)
         self._pieces, self._buffers = [], {}
         layout.compute_shards()
         for shard in layout.held_shards():
@@ -230,7 +230,6 @@ class ShardedOptimizer(StepFeature):
                 state = {
                     name: self._convert(name, elements_of(value, parameter, start, stop), parameter)
                     for name, value in full_state.get(parameter, {}).items()
-                    if parameter in updated
                 }
                 base = self._elements_of(index, start, stop)
                 self._pieces.append(Piece(index, start, stop, self._version, state, base=base))

@@ -108,7 +108,7 @@ class ShardLayout:
 
     Args:
         parameters: the parameters.
-        updated: indices of the parameters that the optimizer updates.
+        updated: indices of the parameters that the optimizer updates, which are divided apart.
         copies: number of other ranks that hold each shard. None: 1 with three or more ranks.
         by_rows: whether a shard has the rows of each parameter that ``fully_shard`` gives a rank.
             Otherwise it is a part of all elements, concatenated.
@@ -121,28 +121,30 @@ class ShardLayout:
         copies: int | None,
         by_rows: bool = False,
     ) -> None:
+        self.updated = updated
         self._shapes = [parameter.shape for parameter in parameters]
-        self._total = sum(shape.numel() for shape in self._shapes)
-        self._dtypes = {param_index: parameters[param_index].dtype for param_index in updated}
+        self._dtypes = [parameter.dtype for parameter in parameters]
+        others = [index for index in range(len(parameters)) if index not in updated]
+        self._parts = sorted(updated), others
         self._copies, self._by_rows = copies, by_rows
         self.rank = 0
         self.shards: list[Shard] = []
 
     def shard(self, number: int, size: int) -> Shard:
         """Return a shard in a group of `size` ranks."""
-        shard, before = {}, 0
-        shard_size = -(-self._total // (size * _ALIGNMENT)) * _ALIGNMENT
-        for index, shape in enumerate(self._shapes):
-            length = shape.numel()
-            if not length:
-                continue
-            if self._by_rows:
-                shard_size, before = -(-shape[0] // size) * (length // shape[0]), 0
-            start = max(number * shard_size - before, 0)
-            end = min((number + 1) * shard_size - before, length)
-            before += length
-            if start < end:
-                shard[index] = start, end
+        shard = {}
+        for part in self._parts:
+            before, total = 0, sum(self._shapes[index].numel() for index in part)
+            shard_size = -(-total // (size * _ALIGNMENT)) * _ALIGNMENT
+            for index in part:
+                length = (shape := self._shapes[index]).numel()
+                if self._by_rows and length:
+                    shard_size, before = -(-shape[0] // size) * (length // shape[0]), 0
+                start = max(number * shard_size - before, 0)
+                end = min((number + 1) * shard_size - before, length)
+                before += length
+                if start < end:
+                    shard[index] = start, end
         return shard
 
     def compute_shards(self) -> None:
@@ -177,8 +179,8 @@ class ShardLayout:
     def new_buffers(self, shard: int, device: torch.device) -> UpdateBuffers:
         lengths: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
         for param_index, (start, stop) in self.shards[shard].items():
-            if (dtype := self._dtypes.get(param_index)) is not None:
-                lengths[dtype][param_index] = stop - start
+            if param_index in self.updated:
+                lengths[self._dtypes[param_index]][param_index] = stop - start
         new = UpdateBuffers([], {})
         for dtype, of_dtype in lengths.items():
             buffer = torch.empty(sum(of_dtype.values()), dtype=dtype, device=device)

@@ -99,6 +99,8 @@ class Divided(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         (tokens,) = self.to_device(batch)
+        if batch_info["global_step"] == 2 and self.config["case"].sharding == "optimizer":
+            self.all_models[0].frozen.requires_grad_(True)
         for number, (model, optimizer) in enumerate(
             zip(self.all_models, self.optimizers, strict=True)
         ):

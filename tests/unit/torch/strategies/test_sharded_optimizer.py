@@ -397,13 +397,12 @@ def build(register, context, **options):
 def test_full_sharding_names_the_pytorch_that_it_needs(process_group, monkeypatch):
     monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
     with pytest.raises(ImportError, match=rf"needs PyTorch 2\.13 .*{re.escape(torch.__version__)}"):
-        build(lambda: FULL, WorkerContext(distributed=True))
+        build(lambda: FULL, ALONE)
 
 
 @needs_full_sharding
 def test_later_changes_that_sharding_does_not_support_raise(process_group):
-    given = {**FULL, "gradient_accumulation_steps": 2}
-    operator = build(lambda: given, WorkerContext(distributed=True))
+    operator = build(lambda: {**FULL, "gradient_accumulation_steps": 2}, ALONE)
     train_state, model = operator._train_state, operator.model
     with pytest.raises(ValueError, match="does not work with averages of the weights"):
         operator._step_features.averaging.start(0.9, start_epoch=0)
