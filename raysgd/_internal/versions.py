@@ -1,7 +1,11 @@
-"""The versions of other packages that the tests of raysgd cover."""
+"""The versions of other packages: those that are installed, and those that the tests cover."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.metadata
+import platform
 import re
 
 TESTED = {
@@ -13,6 +17,16 @@ TESTED = {
     "horovod": ("0.28.1", "0.28.1"),
 }
 """The oldest and the newest tested version of each package. Any patch release counts."""
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that are installed."""
+    installed = {"python": platform.python_version()}
+    for library in ("raysgd", "ray", "torch", "tensorflow", "keras"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[library] = importlib.metadata.version(library)
+    return installed
 
 
 def is_tested(name: str, version: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.values import json_dict, redact_config, scalars
+from raysgd._internal.versions import versions
 from raysgd.callbacks.base import (
     LastCall,
     LoggerCallback,
@@ -21,7 +22,6 @@ from raysgd.callbacks.base import (
     complete_last_line,
     logdir_of,
 )
-from raysgd.checkpoint.manifest import versions
 from raysgd.elastic.events import Event
 
 

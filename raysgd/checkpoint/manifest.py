@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
-import importlib.metadata
 import io
 import json
 import os
-import platform
 import re
 import sys
 import zipfile
@@ -28,29 +25,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any, Self
 
+from raysgd._internal.versions import versions
 from raysgd.checkpoint.location import UnreachableError
 from raysgd.errors import CheckpointError
 
 FORMAT = 1
 """Format version that raysgd writes. raysgd reads this version and older ones."""
 
-_LIBRARIES = ("raysgd", "ray", "torch", "tensorflow", "keras")
 _RECORD = "raysgd-manifest.json"
 _SEAL = re.compile(rb"raysgd-checkpoint (hashes|sha256)=([0-9a-f]{64})\n")
 _SEAL_SIZE = len("raysgd-checkpoint hashes=\n") + 64
 _CHUNK_BYTES = 1 << 26
 _BUFFER_BYTES = 1 << 20
 _NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that are installed."""
-    installed = {"python": platform.python_version()}
-    for library in _LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[library] = importlib.metadata.version(library)
-    return installed
 
 
 @dataclass(frozen=True, kw_only=True)

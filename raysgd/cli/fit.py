@@ -34,9 +34,8 @@ def load_operator(target: str) -> type[Any]:
         file = Path(module).absolute()
         folder, module = file.parent, file.stem
     # Workers on this machine must find the module too.
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    folders = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     sys.path.insert(0, str(folder))
     operator_cls = pkgutil.resolve_name(f"{module}:{name}")
     if not name or not isinstance(operator_cls, type):
