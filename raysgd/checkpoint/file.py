@@ -90,8 +90,15 @@ def write_state(state: Mapping[str, Any], label: str, file: IO[bytes]) -> None:
         arrays.write(state, file)
         return
     operator = f"operator on worker 0 after step {state.get('global_step')}"
-    for key, owner in (("operator", operator), ("callbacks", "callbacks")):
-        if refused := _find_unloadable(state.get(key), "state_dict()"):
+    checked = {
+        operator: state.get("operator"),
+        "callbacks": state.get("callbacks"),
+        "models": _without_tensors(state.get("models")),
+        "optimizers": _without_tensors(state.get("optimizers")),
+        "schedulers": state.get("schedulers"),
+    }
+    for owner, part in checked.items():
+        if refused := _find_unloadable(part, "state_dict()"):
             raise CheckpointError(
                 f"Cannot save to {label}: the result of state_dict() of the {owner} could not be "
                 f"loaded again: {refused}. {_ADVICE}"
@@ -176,6 +183,14 @@ def _read(
             f"{', '.join(missing)}. Write a state with trainer.save(path)."
         )
     return state, manifest
+
+
+def _without_tensors(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _without_tensors(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_without_tensors, tree))
+    return None if isinstance(tree, _torch().Tensor) else tree
 
 
 def _find_unloadable(tree: Any, key: str) -> str:

@@ -74,9 +74,10 @@ def test_a_module_keeps_the_versions_of_its_state(tmp_path):
     assert read_file(path)["models"][0]._metadata == model.state_dict()._metadata
 
 
-def test_a_state_of_callbacks_that_cannot_be_loaded_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"state_dict\(\) of the callbacks could not be"):
-        write_file({**STATE, "callbacks": {"Own": Code()}}, tmp_path / "state.pt")
+@pytest.mark.parametrize("key", ["callbacks", "models", "optimizers", "schedulers"])
+def test_a_state_that_cannot_be_loaded_is_refused(tmp_path, key):
+    with pytest.raises(CheckpointError, match=rf"state_dict\(\) of the {key} could not be"):
+        write_file({**STATE, key: {"Own": [Code()]}}, tmp_path / "state.pt")
     assert os.listdir(tmp_path) == []
 
 
