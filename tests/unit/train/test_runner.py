@@ -4,11 +4,13 @@ import importlib
 import os
 import sys
 import threading
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
 import cloudpickle
 import pytest
+import torch
 
 from raysgd import train
 from raysgd._internal.context import WorkerContext
@@ -77,6 +79,16 @@ def test_ray_sets_up_a_tracker_on_worker_0_only(make_worker, rank, tmp_path, mon
     worker.begin(function)
     assert worker.next().value == "WandbLoggerCallback"
     assert (tmp_path / "runs").exists() == (rank == 0)
+
+
+def test_a_run_that_ignores_everything_keeps_nothing(run):
+    run(rank=1, size=2)
+    ignored, loss = runner._on_worker_0(lambda: None), torch.ones(1)
+    with ignored as inner:
+        inner.log({"loss": loss}).more[0] = loss
+    kept = weakref.ref(loss)
+    del loss
+    assert kept() is None
 
 
 def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):
