@@ -32,12 +32,12 @@ from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.evaluation import Evaluation, agree_on_samples, no_batch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
-from raysgd.loop.operator_base import as_metrics, epoch_arguments
+from raysgd.loop.operator_base import OperatorBase, as_metrics, run_epoch
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import Receiver, models_last
 from raysgd.loop.step_iterator import StepIterator
-from raysgd.loop.train_state import SavedState, TrainState
+from raysgd.loop.train_state import SavedState
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
 
@@ -52,14 +52,16 @@ class Loop:
     same call number as the first request.
     """
 
-    def __init__(self, operator: Any, saved_state: SavedState, control: LoopControl) -> None:
+    def __init__(
+        self, operator: OperatorBase, saved_state: SavedState, control: LoopControl
+    ) -> None:
         self.operator = operator
         self.saved_state = saved_state
         self.control = control
-        self.train_state: TrainState = operator._train_state
+        self.train_state = operator._train_state
         # The rest of the iteration over the training data, for the next segment.
         self._rest: Iterator[Any] | None = None
-        self.source: BatchSource | None = None
+        self.source = BatchSource(())  # of the newest call of ``train``
         self._rank_with_fewest: int | None = None
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
@@ -111,7 +113,6 @@ class Loop:
         """
         train_state = self.train_state
         self._begin_call(request)
-        source = self._select_source(request)
         self._add_due_point(request)
         while (limit := self._next_limit(request)) != 0:
             if self.control.pauses_at(train_state.global_step):
@@ -121,12 +122,12 @@ class Loop:
                 return None
             if train_state.global_step <= request.start_step:
                 self.call_progress.clear()
-            self._train_segment(source, limit, request)
+            self._train_segment(limit, request)
             self._add_due_point(request)
         offset = train_state.offset
-        if source.is_partitioned and offset and source.steps_left(offset) == 0:
+        if self.source.is_partitioned and offset and self.source.steps_left(offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
-            self._train_segment(source, None, request)
+            self._train_segment(None, request)
         for feature in train_state.features:
             feature.check_trained()  # user code can change parameters during the call
             feature.end_call()
@@ -148,10 +149,6 @@ class Loop:
         if request.split:
             train_state.micro_batching.increase_split(request.split)
         train_state.timers.enabled = request.profile
-
-    def _select_source(self, request: TrainRequest) -> BatchSource:
-        """Return the source to train on. Restart the iteration if its data or shares changed."""
-        train_state = self.train_state
         trained_on = train_state.data.trains_on
         source = train_state.data.select_training(request.dataset)
         if train_state.data.trains_on != trained_on:
@@ -160,7 +157,6 @@ class Loop:
             self.restart_iteration()
         self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
-        return source
 
     def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
@@ -186,38 +182,23 @@ class Loop:
 
         Steps that were done before the call have their own segment.
         """
-        train_state, step = self.train_state, self.train_state.global_step
-        epochs, until = request.until_epoch, request.until_step
-        extra_epochs = self.call_progress.state.extra_epochs
-        if epochs is not None and train_state.epoch >= epochs + extra_epochs:
+        step, until = self.train_state.global_step, request.until_step
+        call, epochs = self.call_progress.state, request.until_epoch
+        if epochs is not None and self.train_state.epoch >= epochs + call.extra_epochs:
             return 0
-        if self.call_progress.state.ended_early or (until is not None and step >= until):
+        if call.ended_early or (until is not None and step >= until):
             return 0
         if step < request.start_step:
             return request.start_step - step
         return None if until is None else until - step
 
-    def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
+    def _train_segment(self, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
-        started_at, call = train_state.global_step, self.call_progress.state
-        if started_at >= request.start_step:
-            call.began_at = request.start_step
-        elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
-            call.began_at = started_at
-        train_state.begin_segment(call.began_at, call.keeps_modes)
-        call.keeps_modes = False
-        self.snapshots.maybe_take(begins=True)
-        info = request.info or {}
-        positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
-        train_state.resume_modes()
-        segment = train_state.step_iterator = self._new_segment(source, limit, request)
-        if segment.total_steps == 0 and segment.start_offset == 0:
-            raise no_batch("train", source, self._rank_with_fewest)
+        segment = self._begin_segment(limit, request)
         try:
             with train_state.timers.record("train_epoch"):
-                metrics = operator.train_epoch(segment, *positional, **named)
+                result = run_epoch(operator, segment, request.info or {}, train_state.epoch)
             segment.finish()
-            self._rest = segment.rest
         except IndivisibleError:  # train the step again with whole batches
             self._end_failed_segment(segment)
             train_state.check_undamaged()
@@ -230,29 +211,50 @@ class Loop:
             if split := train_state.micro_batching.split_after(error, batch):
                 raise RetrySplitError(split) from error
             raise
-        metrics = as_metrics(operator.train_epoch, metrics)
-        if segment.num_steps or not segment.was_read:
-            num_steps = max(1, segment.num_steps)
-            self.call_progress.add(started_at, with_weight(metrics, num_steps))
-        if not segment.was_read:  # the loop has its own batches, and may have counted them
-            train_state.position.global_step = max(started_at, int(operator.global_step))
-        if train_state.global_step == started_at and not segment.has_paused:
-            self._handle_empty_segment(segment, request.until_epoch or 0)
-        train_state.end_segment()
-        call.keeps_modes, self.step_s = segment.has_paused, segment.step_s
-        # If the loop returns before its iterator ends, the epoch is over too.
-        if segment.epoch_is_over or (limit is None and not segment.has_paused):
-            self._rest = None
-            train_state.end_epoch()
+        self._rest = segment.rest
+        self._end_segment(segment, as_metrics(operator.train_epoch, result), request)
 
-    def _new_segment(
-        self, source: BatchSource, limit: int | None, request: TrainRequest
-    ) -> StepIterator:
-        train_state = self.train_state
+    def _begin_segment(self, limit: int | None, request: TrainRequest) -> StepIterator:
+        train_state, call = self.train_state, self.call_progress.state
+        if train_state.global_step >= request.start_step:
+            call.began_at = request.start_step
+        elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
+            call.began_at = train_state.global_step
+        train_state.begin_segment(call.began_at, call.keeps_modes)
+        call.keeps_modes = False
+        self.snapshots.maybe_take(begins=True)
+        train_state.resume_modes()
+        after_commit: list[Callable[[], None]] = []
+        if self.snapshots.takes_between_steps:
+            after_commit.append(self.snapshots.maybe_take)
+        if request.until_nan:
+            after_commit.append(self._end_at_bad_loss)
+        steps_left, agree_on_batch = self._agree_on_data()
+        segment = StepIterator(
+            train_state,
+            self.source,
+            self.control,
+            self._rest,
+            limit=limit,
+            steps_left=steps_left,
+            agree_on_batch=agree_on_batch,
+            after_commit=after_commit,
+        )
+        if segment.total_steps == 0 and segment.start_offset == 0:
+            raise no_batch("train", self.source, self._rank_with_fewest)
+        train_state.step_iterator = segment
+        return segment
+
+    def _agree_on_data(self) -> tuple[int | None, Callable[[int], int] | None]:
+        """Make all workers read the rest of the epoch in one order.
+
+        Return `steps_left` and `agree_on_batch` of a `StepIterator`.
+        """
+        train_state, source = self.train_state, self.source
+        self._rank_with_fewest = None
         source.current_epoch = train_state.epoch
         steps_left = source.steps_left(train_state.offset)
         agree_on_batch: Callable[[int], int] | None = None
-        self._rank_with_fewest = None
         if not source.is_partitioned and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
             if steps_left is not None:
@@ -263,21 +265,27 @@ class Loop:
             agree_on_batch = partial(agree_on_samples, source, train_state.collectives)
         if self._rest is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
-        after_commit: list[Callable[[], None]] = []
-        if self.snapshots.takes_between_steps:
-            after_commit.append(self.snapshots.maybe_take)
-        if request.until_nan:
-            after_commit.append(self._end_at_bad_loss)
-        return StepIterator(
-            train_state,
-            source,
-            self.control,
-            self._rest,
-            limit=limit,
-            steps_left=steps_left,
-            agree_on_batch=agree_on_batch,
-            after_commit=after_commit,
-        )
+        return steps_left, agree_on_batch
+
+    def _end_segment(
+        self, segment: StepIterator, metrics: Mapping[str, Any], request: TrainRequest
+    ) -> None:
+        train_state = self.train_state
+        if segment.num_steps or not segment.was_read:
+            num_steps = max(1, segment.num_steps)
+            self.call_progress.add(segment.start_step, with_weight(metrics, num_steps))
+        if not segment.was_read:  # the loop has its own batches, and may have counted them
+            own_step = int(self.operator.global_step)
+            train_state.position.global_step = max(segment.start_step, own_step)
+        if train_state.global_step == segment.start_step and not segment.has_paused:
+            self._handle_empty_segment(segment, request.until_epoch or 0)
+        train_state.end_segment()
+        self.call_progress.state.keeps_modes = segment.has_paused
+        self.step_s = segment.step_s
+        # If the loop returns before its iterator ends, the epoch is over too.
+        if segment.epoch_is_over or (segment.limit is None and not segment.has_paused):
+            self._rest = None
+            train_state.end_epoch()
 
     def _end_at_bad_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""
@@ -341,12 +349,11 @@ class Loop:
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
         source.repartition(settings.options.num_workers, 0, config_batch)
-        positional, named = epoch_arguments(self.operator, {}, 1, train_state.epoch)
         with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
             train_state.update.is_warm_up = True
             segment = train_state.step_iterator = StepIterator(
                 train_state, source, self.control, limit=1, steps_left=1, reads_only=1
             )
-            self.operator.train_epoch(segment, *positional, **named)
+            run_epoch(self.operator, segment, {}, train_state.epoch)
         source.close_workers()
         source.repartition(context.world_size, context.world_rank, config_batch)

@@ -75,6 +75,7 @@ class OperatorBase:
         self._train_state.user_set_step = self._train_state.global_step, value
 
     if TYPE_CHECKING:
+        train_epoch: Callable[..., Any]
         train_batch: Callable[..., Any]
         train_loader: Any
         """This worker's part of the registered train loader."""
@@ -234,19 +235,19 @@ class OperatorBase:
         return value
 
 
-def epoch_arguments(
-    operator: Any, info: Mapping[str, Any], num_steps: int | None, epoch_idx: int
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments that ``train_epoch`` takes. Older overrides end at ``info``."""
+def run_epoch(
+    operator: OperatorBase, iterator: StepIterator, info: Mapping[str, Any], epoch_idx: int
+) -> Any:
+    """Call ``train_epoch`` with the arguments that it takes. Older overrides end at ``info``."""
     info = {
         **info,
-        NUM_STEPS: num_steps,
+        NUM_STEPS: iterator.limit,
         SCHEDULER_STEP: getattr(operator, "scheduler_step_freq", None),
         USE_FP16: operator.use_fp16,
     }
     parameters = inspect.signature(operator.train_epoch).parameters
     kinds = [each.kind for each in parameters.values()]
-    named: dict[str, Any] = {"num_steps": num_steps, "epoch_idx": epoch_idx}
+    named: dict[str, Any] = {"num_steps": iterator.limit, "epoch_idx": epoch_idx}
     positional = []
     # Older overrides may give the second parameter another name.
     if len(kinds) > 1 and kinds[1] <= inspect.Parameter.VAR_POSITIONAL:
@@ -255,7 +256,7 @@ def epoch_arguments(
         named["info"] = info
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         named = {name: value for name, value in named.items() if name in parameters}
-    return positional, named
+    return operator.train_epoch(iterator, *positional, **named)
 
 
 def weight_of(method: Callable[..., Any], metrics: Any, default: float = 1) -> Any:

@@ -27,6 +27,7 @@ from raysgd.elastic.call import (
 from raysgd.loop import requests
 from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
+from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
 from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
 from raysgd.metrics import AverageMeterCollection
@@ -57,7 +58,7 @@ class OperatorRunner(Runner, ABC):
         state = self._load_from_leader(leader_rank) if context.distributed else None
         train_state.is_new = False
         has_moved = train_state.saved_position() != position
-        if has_moved or loop.source is None or loop.source.is_partitioned:
+        if has_moved or loop.source.is_partitioned:
             loop.restart_iteration()  # otherwise, the loop continues to read the same batches
         if not train_state.holdings.complete:
             loop.snapshots.clear()
@@ -109,7 +110,7 @@ class OperatorRunner(Runner, ABC):
             size = settings.requested_batch // self._options.layout.num_current_parts(number)
             self.operator.config[BATCH_SIZE] = settings.config_batch = size
 
-    def start_operator(self, operator: Any, saved_state: SavedState) -> None:
+    def start_operator(self, operator: OperatorBase, saved_state: SavedState) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
         self._loop = Loop(operator, saved_state, self.control)
         train_state = self._train_state
@@ -165,7 +166,7 @@ class OperatorRunner(Runner, ABC):
             num_batches=0 if running is None else running.num_finished_steps,
             total_batches=None if running is None else running.total_steps,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
-            epoch_samples=0 if source is None else source.epoch_samples,
+            epoch_samples=source.epoch_samples,
             step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
             snapshot_step=self._loop.snapshots.newest_step,

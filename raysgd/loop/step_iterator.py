@@ -63,7 +63,7 @@ class StepIterator:
         self._update = train_state.update
         self.batch: Any = None
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
-        self._ahead: deque[Any] = deque()  # batches of the loader that no update has
+        self._ahead: Any = _NOTHING  # a batch of the loader that no update has
 
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
@@ -120,15 +120,19 @@ class StepIterator:
         self._train_state.timing.begin(OTHER)
         self._commit_if_done()
         self._control.raise_if_stopped()
-        if self._micro_batches:
-            return self._next_micro_batch()
-        can_read = not (self._ahead or self.has_loader_failed)
+        if not self._micro_batches:
+            self._draw_batch()
+        return self._next_micro_batch()
+
+    def _draw_batch(self) -> None:
+        """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
+        can_read = self._ahead is _NOTHING and not self.has_loader_failed
         if can_read and (self._update.drawn or not self._decide_end()):
             self._read_ahead()
-        if not self._ahead:
+        if self._ahead is _NOTHING:
             self._has_ended = True
             raise StopIteration
-        batch = self._ahead.popleft()
+        batch, self._ahead = self._ahead, _NOTHING
         # A partitioned source can read the batch again by its offset.
         self._update.drawn.append(None if self.source.is_partitioned else batch)
         micro_batch = self._plan_batch()
@@ -136,7 +140,6 @@ class StepIterator:
         split_batch = self._train_state.micro_batching.split_batch
         self._micro_batches.extend(split_batch(batch, micro_batch))
         self._update.split = max(self._update.split, len(self._micro_batches))
-        return self._next_micro_batch()
 
     def _next_micro_batch(self) -> Any:
         rows, micro_batch = self._micro_batches.popleft()
@@ -178,7 +181,7 @@ class StepIterator:
         """Undo the update in progress, unless it counts. Return the batches to train again."""
         with contextlib.suppress(Exception):  # the error of the loop is raised
             self._commit_if_done(raised=True)
-        again = [*self._update.drawn, *self._ahead]
+        again = [each for each in (*self._update.drawn, self._ahead) if each is not _NOTHING]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
@@ -202,16 +205,16 @@ class StepIterator:
         timing = self._train_state.timing
         timing.begin(DATA)
         try:
-            batch = self._control.next_batch(self._batches, _NOTHING)
+            self._ahead = self._control.next_batch(self._batches, _NOTHING)
         except BaseException:
             self.has_loader_failed = True
             raise
         timing.begin(OTHER)
-        if batch is not _NOTHING:
-            self._ahead.append(batch)  # a worker may be lost during the collective
-        if self.agree_on_batch is not None and not self.agree_on_batch(len(self._ahead)):
-            self._ahead.clear()
-        if not self._ahead:
+        has_batch = self._ahead is not _NOTHING
+        # `_ahead` keeps the batch if a worker is lost during this collective.
+        if self.agree_on_batch is not None and not self.agree_on_batch(has_batch):
+            self._ahead = _NOTHING
+        if self._ahead is _NOTHING:
             self._is_exhausted = True
             self._check_length()
 

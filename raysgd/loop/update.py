@@ -217,6 +217,10 @@ class LossCount(NamedTuple):
 _UNKNOWN = LossCount()
 
 
+AllReduce = Callable[[float], float]
+"""Returns the sum of a number over the workers."""
+
+
 class Factors(NamedTuple):
     """Factors that make gradients parts of the mean over an update."""
 
@@ -276,9 +280,9 @@ class LossWeights:
         self,
         count: LossCount,
         num_workers: int = 1,
-        all_reduce: Callable[[float], float] = lambda number: number,
+        all_reduce: AllReduce = lambda number: number,
     ) -> Factors:
-        """Add a loss. `all_reduce` returns the sum of a number over the workers.
+        """Add a loss.
 
         Raises:
             ValueError: If another loss of the micro-batch has another count in an update of several
@@ -303,9 +307,7 @@ class LossWeights:
             )
         return Factors(earlier, self._items * num_workers / self.divisor if self._items else 0.0)
 
-    def _set_divisor(
-        self, count: LossCount, num_workers: int, all_reduce: Callable[[float], float]
-    ) -> float:
+    def _set_divisor(self, count: LossCount, num_workers: int, all_reduce: AllReduce) -> float:
         """Fill a row of the table, set the divisor, and return the factor of earlier gradients."""
         update = self._update
         self._set_items(count)
@@ -335,21 +337,20 @@ class LossWeights:
         self._items = 0.0 if micro_batch.is_repeated else float(items)
         self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
 
-    def _planned_total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
+    def _planned_total(self, num_workers: int, all_reduce: AllReduce) -> float:
         plan = self._update.plan
         if self._update.has_fixed_parts:
             return float(plan.total_samples or 1)
         if self._count.items is not None:
             if self.expected_total is None:  # the first update of a generation
-                self.expected_total = _power_of_two(
-                    self._update.num_planned * all_reduce(self._items)
-                )
+                all_items = self._update.num_planned * all_reduce(self._items)
+                self.expected_total = _power_of_two(all_items)
             return self.expected_total
         if plan.total_samples is None:
             return float(plan.num_steps * num_workers)
         return plan.total_samples if num_workers > 1 else plan.num_samples
 
-    def _total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
+    def _total(self, num_workers: int, all_reduce: AllReduce) -> float:
         plan = self._update.plan
         if self._count.items is not None:
             total = all_reduce(self._items_so_far)
