@@ -250,7 +250,7 @@ def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
     state = runner.operator._train_state
     monkeypatch.setattr(state, "begin_generation", lambda *_: None)
     monkeypatch.setattr(
-        runner, "_load_from_leader", lambda *_: vars(state).update(offset=2, global_step=2)
+        runner, "_load_from_leader", lambda *_: vars(state.position).update(offset=2, global_step=2)
     )
     runner.rejoin(WorkerContext(distributed=True), 0)
     runner.handle(TrainRequest(call_number=1, until_step=3))
