@@ -25,7 +25,8 @@ class StepFeature:
 
     A `TrainState` calls its features in order. `raysgd.loop.update` shows the hooks of an update.
     Only PyTorch calls `filter_loss`, `before_optimizer_step`, `receive`, `user_settings`, and the
-    methods of states. Besides its own hooks and attributes, a feature may use:
+    methods of states. Besides its own hooks and attributes, a feature may use, in PyTorch by
+    `RegisteredObjects`:
 
     - The update. It may set `bad_step` before an update that must not be applied,
       `optimizer_steps.running` while an optimizer steps, and `is_damaged` if it cannot restore

@@ -294,7 +294,7 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
             "Or remove it, and use setup(self, config), which runs on the worker."
         )
     operator.setup(operator.config)
-    if not operator._train_state.registered:
+    if not operator._train_state.is_registered:
         raise RuntimeError(
             f"{operator_cls.__name__}.setup did not register anything. Call "
             "self.register(models=..., optimizers=...) in it."

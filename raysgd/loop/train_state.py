@@ -41,11 +41,17 @@ class Position:
 
 
 class TrainState(ABC):
-    """Models, optimizers, and the position in the data. Features add the rest of an update."""
+    """The position in the data, the update in progress, and the features that take part in it."""
 
     data: DataSources
     collectives: Collectives
-    accumulation_steps = 1
+    # What the loop reads of the registered objects.
+    given_models: list[Any]
+    """The models that the user registered as models, without criteria."""
+    optimizers: list[Any]
+    accumulation_steps: int = 1
+    replication: Replication = Replication()
+    is_registered = False
 
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings = settings
@@ -53,12 +59,6 @@ class TrainState(ABC):
         self.timers.enabled = False
         self.timing = StepTiming()
         self.is_new = False  # joins the group, and does not have its state yet
-        # Set by `register`, like `accumulation_steps` and `replication`.
-        self.models: list[Any] = []
-        self.num_criteria = 0
-        """Number of criteria with trained parameters, which are the last of `models`."""
-        self.optimizers: list[Any] = []
-        self.registered = False
         self.position = Position(seed)
         # The segment in progress. The loop sets these.
         self.step_iterator: Any = None  # a `StepIterator`, or None between segments
@@ -67,7 +67,9 @@ class TrainState(ABC):
         self.user_set_step: tuple[int, int] | None = None
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.micro_batching = MicroBatching(settings, self.update)
-        self.replication = Replication()
+        self.features: list[StepFeature] = []
+        self.features_with: dict[str, list[StepFeature]] = {}
+        """The features that override a hook of an update, by the name of the hook."""
         self.set_features([self.micro_batching])
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
@@ -77,16 +79,9 @@ class TrainState(ABC):
     offset: int = forward_to("position.offset")
     global_step: int = forward_to("position.global_step")
 
-    @property
-    def given_models(self) -> list[Any]:
-        """The models that the user registered as models, without criteria."""
-        return self.models[: len(self.models) - self.num_criteria]
-
     def set_features(self, features: Sequence[StepFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
-        self.features = [*features]
-        self.features_with: dict[str, list[StepFeature]] = {}
-        """The features that override a hook of an update, by the name of the hook."""
+        self.features[:] = features
         for hook in UPDATE_HOOKS:
             default = getattr(StepFeature, hook)
             self.features_with[hook] = [

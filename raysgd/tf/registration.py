@@ -26,7 +26,7 @@ def register(
     class_weight: Any,
 ) -> Any:
     """See :meth:`TrainingOperator.register`."""
-    if train_state.registered:
+    if train_state.is_registered:
         raise RuntimeError("register() was called twice. Pass lists to register several models.")
     train_state.models, num_workers = as_list(models), train_state.settings.options.num_workers
     for model in train_state.models:
@@ -65,7 +65,7 @@ def register(
     train_state.optimization = KerasOptimization(train_state)
     sync, micro_batching = ReplicaSync(train_state), train_state.micro_batching
     train_state.set_features([sync, train_state.optimization, micro_batching])
-    train_state.registered = True
+    train_state.is_registered = True
     registered = (
         in_shape_of(models, train_state.models),
         in_shape_of(optimizers, train_state.optimizers),

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras 3.15 has no public API for this
 from keras.src.random.seed_generator import global_seed_generator
 
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving, try_copy
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
@@ -37,9 +38,12 @@ class KerasTrainState(TrainState):
     losses: BatchLosses
     """Set by ``register``, like `optimization`."""
     optimization: Any
+    given_models: list[Any] = forward_to("models")
 
     def __init__(self, settings: TFSettings) -> None:
         super().__init__(settings, settings.options.seed)
+        self.models: list[Any] = []
+        self.optimizers = []
         self.data = KerasSources(settings, self.position.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
         self.graphs = StepGraphs()

@@ -10,50 +10,50 @@ from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sample_rate import SampleRate
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
 from raysgd.torch.optimization import Optimization
-from raysgd.torch.train_state import TorchTrainState
 
 
 class OperatorFeatures:
     """The features that an operator or a callback calls itself."""
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        self.optimization = Optimization(train_state)
-        self.schedules = Schedules(train_state, self.optimization.checks)
-        self.averaging = WeightAveraging(train_state)
-        self.unregistered_tensors = UnregisteredTensors(train_state)
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self.optimization = Optimization(registered)
+        self.schedules = Schedules(registered, self.optimization.checks)
+        self.averaging = WeightAveraging(registered)
+        self.unregistered_tensors = UnregisteredTensors(registered)
 
 
 def features_of(
-    train_state: TorchTrainState, own: OperatorFeatures, max_grad_norm: Any
+    registered: RegisteredObjects, own: OperatorFeatures, max_grad_norm: Any
 ) -> Iterator[StepFeature]:
     """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
     To add a feature, add a line. `own` are those of the operator.
     """
-    options = train_state.settings.options
-    yield from train_state.replication.features  # shards; must roll back before Rollback
-    yield train_state.precision  # autocast, and the scale of losses
-    yield train_state.exchange  # averages of gradients; equal models
+    options = registered.options
+    yield from registered.replication.features  # shards; must roll back before Rollback
+    yield registered.precision  # autocast, and the scale of losses
+    yield registered.exchange  # averages of gradients; equal models
     yield own.optimization  # from losses to updates
-    yield train_state.frozen  # which states can leave out
+    yield registered.frozen  # which states can leave out
     yield own.optimization.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
         # Updates that are not applied. This must come before clipping and buffers.
-        yield BadStepFilter(train_state, options.bad_steps)
-    yield GradientNorms(train_state, max_grad_norm)  # clipping
-    if train_state.has_all_parameters:  # otherwise, the shards restore them and their optimizer
-        yield Rollback(train_state.optimizers, train_state.models, options.bad_steps is not None)
-    yield train_state.buffer_copies  # for discarded updates
-    yield train_state.micro_batching  # of batches that do not fit into memory
+        yield BadStepFilter(registered, options.bad_steps)
+    yield GradientNorms(registered, max_grad_norm)  # clipping
+    if registered.has_all_parameters:  # otherwise, the shards restore them and their optimizer
+        yield Rollback(registered.optimizers, registered.models, options.bad_steps is not None)
+    yield registered.buffer_copies  # for discarded updates
+    yield registered.micro_batching  # of batches that do not fit into memory
     yield own.schedules  # learning rates
     yield own.averaging  # averages of the weights
     if options.elastic.shares == "measured":
-        yield SampleRate(train_state)  # for shares that follow speed
-    if options.guard is not None and train_state.context.distributed:
-        yield ReplicaGuard(train_state, own.averaging, options.guard)  # comparisons of the replicas
+        yield SampleRate(registered)  # for shares that follow speed
+    if options.guard is not None and registered.context.distributed:
+        yield ReplicaGuard(registered, own.averaging, options.guard)  # comparisons of the replicas
     yield own.unregistered_tensors  # warnings about tensors that are not registered

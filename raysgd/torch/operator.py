@@ -70,7 +70,7 @@ class TrainingOperator(OperatorBase):
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
-        self._step_features = OperatorFeatures(self._train_state)
+        self._step_features = OperatorFeatures(self._train_state.registered)
 
     device: torch.device = forward_to("_train_state.settings.device", "This worker's device.")
     device_ids: list[int] | None = forward_to(
@@ -194,7 +194,7 @@ class TrainingOperator(OperatorBase):
     def _warn_of_masked_labels(self, batch: Any) -> None:
         """Warn if a loss counts samples, although losses usually ignore some of the labels."""
         train_state = self._train_state
-        is_weighted = train_state.accumulation_steps > 1 or self.world_size > 1
+        is_weighted = train_state.registered.accumulation_steps > 1 or self.world_size > 1
         has_own = hasattr(getattr(self, "criterion", None), "ignore_index")  # `count_of` warns
         counts_items = has_own or self._step_features.optimization.counts_items
         if is_weighted and not counts_items and has_masked_labels(batch):
@@ -232,7 +232,7 @@ class TrainingOperator(OperatorBase):
             items = num_samples if items is None else items
             return LossCount(as_count(items, source), num_samples)
         criterion = None if target is None else getattr(self, "criterion", None)
-        return count_of(criterion, target, num_samples, self._train_state)
+        return count_of(criterion, target, num_samples, self._train_state.registered)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, and store the output in ``batch_info["output"]``.
@@ -383,7 +383,7 @@ class TrainingOperator(OperatorBase):
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for mixed precision in the forward pass and the loss."""
-        return self._train_state.precision.autocast()
+        return self._train_state.registered.precision.autocast()
 
     def backward(
         self, loss: torch.Tensor, num_samples: float | torch.Tensor | LossCount | None = None
@@ -401,9 +401,9 @@ class TrainingOperator(OperatorBase):
                 or equal bits, all losses of a batch need the same number. The default
                 ``train_batch`` passes a `LossCount`, which an override of this method passes on.
         """
-        timing = self._train_state.timing
+        timing, segment = self._train_state.timing, self._train_state.step_iterator
         timing.begin(BACKWARD)
-        self._step_features.optimization.backward(loss, num_samples)
+        self._step_features.optimization.backward(loss, num_samples, segment)
         timing.begin(OTHER)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:

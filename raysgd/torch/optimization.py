@@ -30,12 +30,13 @@ from torch.nn import CrossEntropyLoss, NLLLoss, functional
 
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.update import LossCount, Update, WarmedUp
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.input.batches import IGNORED
 from raysgd.torch.strategies.ddp import plain
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
-from raysgd.torch.train_state import TorchTrainState
 
 _PYTORCH = ("torch.nn.modules.loss", "torch.nn.functional")
 _CLASS_LOSSES = (
@@ -59,9 +60,9 @@ class Optimization(StepFeature):
     `AccumulatedGradients`, takes the gradients of earlier micro-batches out of ``.grad``.
     """
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        self._train_state, self._update = train_state, train_state.update
-        self.checks = StepChecks(train_state)
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self._registered, self._update = registered, registered.update
+        self.checks = StepChecks(registered)
         self._accumulated = AccumulatedGradients()
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
@@ -72,7 +73,7 @@ class Optimization(StepFeature):
         The hooks of user code and of Horovod come first, because they may reject a step. Those that
         shard the step come last. After a step, parameters are whole before other hooks see them.
         """
-        optimizers, num_batches = self._train_state.optimizers, self._train_state.accumulation_steps
+        optimizers, num_batches = self._registered.optimizers, self._registered.accumulation_steps
         if num_batches > 1:
             self.checks.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
         self._update.optimizer_steps.optimizers = optimizers
@@ -82,43 +83,48 @@ class Optimization(StepFeature):
             for inner in inner_optimizers(optimizer):
                 if inner not in optimizers:
                     inner.register_step_pre_hook(self._before_inner_step)
-        self._train_state.replication.wrap_steps()
+        self._registered.replication.wrap_steps()
 
     # ---- a micro-batch
 
     def begin_micro_batch(self, update: Update) -> None:
         if update.losses.num_earlier:
-            for optimizer in self._train_state.optimizers:
+            for optimizer in self._registered.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
 
-    def backward(self, loss: torch.Tensor, count: LossCount | float | torch.Tensor | None) -> None:
-        update, train_state = self._update, self._train_state
+    def backward(
+        self,
+        loss: torch.Tensor,
+        count: LossCount | float | torch.Tensor | None,
+        segment: StepIterator | None = None,
+    ) -> None:
+        update, registered = self._update, self._registered
         if not isinstance(count, LossCount):
             count = LossCount(None if count is None else as_count(count))
         self.counts_items = count.items is not None
-        if not train_state.data.knows_sizes:
+        if not registered.data.knows_sizes:
             count = count.with_samples()
             if count.items is None and not count.is_sum:
-                self.checks.warn_of_dropped_samples()
+                self.checks.warn_of_dropped_samples(segment)
         self.checks.before_backward(count)
-        clones = len(self._train_state.optimizers) > 1
+        clones = len(self._registered.optimizers) > 1
         self._accumulated.restore(is_first=not update.losses.has_loss, clones=clones)
-        exchange = train_state.exchange
+        exchange = registered.exchange
         factors = update.losses.add(count, exchange.num_workers, exchange.all_reduce_sum)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         else:
-            for feature in train_state.features_with["filter_loss"]:
+            for feature in registered.features_with["filter_loss"]:
                 loss = feature.filter_loss(update, loss, factors)
         loss = loss if factors.loss == 1.0 else loss * factors.loss
-        train_state.precision.backward(loss, update.in_last_micro_batch)
+        registered.precision.backward(loss, update.in_last_micro_batch)
         self.checks.after_backward()
 
     def _multiply_gradients(self, factor: float) -> None:
-        parameters = [p for model in self._train_state.models for p in model.parameters()]
-        for optimizer in self._train_state.optimizers:
+        parameters = [p for model in self._registered.models for p in model.parameters()]
+        for optimizer in self._registered.optimizers:
             parameters += parameters_of(optimizer)
         gradients = [*self._accumulated.restored.values(), *(p.grad for p in parameters)]
         unique = {id(gradient): gradient for gradient in gradients if gradient is not None}
@@ -130,18 +136,18 @@ class Optimization(StepFeature):
             raise WarmedUp
         self.checks.before_step(optimizer)
         if not update.in_last_micro_batch:
-            if not self._train_state.exchange.take_gradients(optimizer):
+            if not self._registered.exchange.take_gradients(optimizer):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False
         steps = update.optimizer_steps
         steps.in_optimizer_step, before = True, steps.done.get(id(optimizer))
         try:
-            self._train_state.exchange.average(optimizer)
+            self._registered.exchange.average(optimizer)
             if update.losses.divisor:
-                for feature in self._train_state.features_with["before_optimizer_step"]:
+                for feature in self._registered.features_with["before_optimizer_step"]:
                     feature.before_optimizer_step(update, optimizer)
                 if update.bad_step is None:
-                    self._train_state.precision.step(optimizer)
+                    self._registered.precision.step(optimizer)
         finally:
             steps.in_optimizer_step = False
         if steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
@@ -155,12 +161,12 @@ class Optimization(StepFeature):
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        update, exchange = self._update, self._train_state.exchange
+        update, exchange = self._update, self._registered.exchange
         if update.is_warm_up:
             raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not update.optimizer_steps.in_optimizer_step:
-            self._train_state.timing.begin(OPTIMIZER)
+            self._registered.timing.begin(OPTIMIZER)
             self.checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.average(optimizer)
@@ -181,20 +187,20 @@ class Optimization(StepFeature):
         return args[:1], {**kwargs, "closure": averaging}
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self._train_state.optimizers:
+        if optimizer in self._registered.optimizers:
             self._update.optimizer_steps.end(optimizer)
             if not self._update.optimizer_steps.in_optimizer_step:
-                self._train_state.timing.begin(OTHER)
+                self._registered.timing.begin(OTHER)
 
     def _before_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._update.optimizer_steps.have_begun = True
-        self._train_state.exchange.average(optimizer)
+        self._registered.exchange.average(optimizer)
 
     # ---- the end of an update
 
     def commit(self, update: Update) -> None:
         self._accumulated = AccumulatedGradients()
-        has_several = len(self._train_state.optimizers) > 1
+        has_several = len(self._registered.optimizers) > 1
         if has_several and update.losses.uses_backward and update.optimizer_steps.done:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
@@ -205,7 +211,7 @@ class Optimization(StepFeature):
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:
-        for optimizer in self._train_state.optimizers:
+        for optimizer in self._registered.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
@@ -287,7 +293,7 @@ def ignored_index(criterion: Any) -> int:
 
 
 def count_of(
-    criterion: Any, target: Any, num_samples: float, train_state: TorchTrainState
+    criterion: Any, target: Any, num_samples: float, registered: RegisteredObjects
 ) -> LossCount:
     """Return the count of a loss. Other losses than those of PyTorch are means over samples.
 
@@ -304,13 +310,13 @@ def count_of(
         return count  # class probabilities
     index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
-    if is_plain and not train_state.data.ignores_targets:
-        step = train_state.global_step
+    if is_plain and not registered.data.ignores_targets:
+        step = registered.position.global_step
         is_checked = target.device.type == "cpu" or not step & (step - 1)  # a GPU would wait
         if not is_checked or not bool((target == index).any()):
             return count
         if torch.is_grad_enabled():
-            train_state.settings.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
+            registered.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
             return count
     counted = target[target != index]
     return count._replace(items=float(counted.numel() if weight is None else weight[counted].sum()))

@@ -39,7 +39,9 @@ def change(then: Options, now: Options, operator: TrainingOperator) -> None:
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
                     group[name] = _rescale(group[name], old[name], new[name])
-        for scheduler in itertools.chain.from_iterable(map(_flatten, train_state.schedulers)):
+        for scheduler in itertools.chain.from_iterable(
+            map(_flatten, train_state.registered.schedulers)
+        ):
             # Compare the groups, which a wrapper shares with its optimizer.
             own = getattr(scheduler, "optimizer", None)
             if getattr(own, "param_groups", None) is groups:

@@ -230,7 +230,8 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
 
 def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
     """Warn about DataLoaders in attributes that every worker reads whole."""
-    known = {id(operator), id(operator._train_state), *map(id, registered)}
+    train_state = operator._train_state
+    known = set(map(id, (operator, train_state, train_state.registered, *registered)))
     known.update(map(id, operator.config.values()))
     loaders = [name for name, value in attributes_of(operator) if _has_loader(value, set(known))]
     if loaders:

@@ -14,6 +14,7 @@ import torch
 from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen_parameters import FrozenParameters
 from raysgd.torch.register_checks import (
@@ -42,43 +43,43 @@ def register(
     sharding: Any = None,
     sharding_args: Any = None,
 ) -> Any:
-    if train_state.registered:
+    if train_state.is_registered:
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
-    criteria = as_criteria(criterion)
+    registered, criteria = train_state.registered, as_criteria(criterion)
     ddp_args = as_dict("register", "ddp_args", ddp_args)
-    apex_args = _as_apex_args(train_state, apex_args)
+    apex_args = _as_apex_args(registered, apex_args)
     horovod_args = as_dict("register", "horovod_args", horovod_args)
     modules = as_registered("models", models, torch.nn.Module)
-    registered = as_registered("optimizers", optimizers, torch.optim.Optimizer)
-    train_state.optimizers = _with_own_tensors(registered)
-    options, precision = train_state.settings.options, train_state.precision
-    trained = [each for each in criteria if is_trained(each, train_state.optimizers, modules)]
-    train_state.num_criteria = len(trained)
+    given = as_registered("optimizers", optimizers, torch.optim.Optimizer)
+    registered.optimizers = _with_own_tensors(given)
+    options, precision = registered.options, registered.precision
+    trained = [each for each in criteria if is_trained(each, registered.optimizers, modules)]
+    registered.num_criteria = len(trained)
     modules += trained
-    sharding_args = as_sharding_args(train_state, sharding, sharding_args, modules, ddp_args)
+    sharding_args = as_sharding_args(registered, sharding, sharding_args, modules, ddp_args)
     if schedulers is not None:
-        train_state.schedulers = as_registered("schedulers", schedulers, None)
-        check_step_freq(train_state.schedulers, options.scheduler_step_freq)
-    check_related(modules, train_state.optimizers, train_state.schedulers)
-    strategy = STRATEGIES[mode_of(options, sharding, train_state.context.distributed)]
-    _move_models(train_state, modules, strategy.keeps_parameters)
-    train_state.replication = strategy.new_replication(train_state, sharding_args)
-    train_state.exchange = strategy.new_exchange(train_state)
-    train_state.accumulation_steps = as_int(
+        registered.schedulers = as_registered("schedulers", schedulers, None)
+        check_step_freq(registered.schedulers, options.scheduler_step_freq)
+    check_related(modules, registered.optimizers, registered.schedulers)
+    strategy = STRATEGIES[mode_of(options, sharding, registered.context.distributed)]
+    _move_models(registered, modules, strategy.keeps_parameters)
+    registered.replication = strategy.new_replication(registered, sharding_args)
+    registered.exchange = strategy.new_exchange(registered)
+    registered.accumulation_steps = as_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
-    train_state.models = precision.prepare(train_state.models, train_state.optimizers, apex_args)
-    train_state.frozen = FrozenParameters(train_state.models)
-    train_state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
-    train_state.buffer_copies = BufferCopies(train_state.models, train_state.collectives)
-    train_state.set_features(list(features_of(train_state, features, max_grad_norm)))
+    registered.models = precision.prepare(registered.models, registered.optimizers, apex_args)
+    registered.frozen = FrozenParameters(registered.models)
+    registered.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
+    registered.buffer_copies = BufferCopies(registered.models, registered.collectives)
+    train_state.set_features(list(features_of(registered, features, max_grad_norm)))
     features.optimization.register_hooks()
     features.averaging.use_training_weights()  # as a loaded state
-    train_state.criteria = criteria = _move_criteria(train_state, criteria, trained)
-    train_state.registered = True
-    results = [in_shape_of(models, train_state.given_models), optimizers]
+    registered.criteria = criteria = _move_criteria(registered, criteria, trained)
+    train_state.is_registered = True
+    results = [in_shape_of(models, registered.given_models), optimizers]
     if criterion is not None:
         results.append(in_shape_of(criterion, criteria))
     if schedulers is not None:
@@ -86,11 +87,11 @@ def register(
     return tuple(results)
 
 
-def _as_apex_args(train_state: TorchTrainState, arguments: Any) -> dict[str, Any]:
+def _as_apex_args(registered: RegisteredObjects, arguments: Any) -> dict[str, Any]:
     apex_args = as_dict("register", "apex_args", arguments)
-    if apex_args and train_state.settings.options.use_fp16 != "apex":
+    if apex_args and registered.options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
-        train_state.settings.warn_once("apex", unused, apex_args, train_state.precision.name)
+        registered.warn_once("apex", unused, apex_args, registered.precision.name)
     return apex_args
 
 
@@ -110,23 +111,23 @@ def _with_own_tensors(optimizers: list[torch.optim.Optimizer]) -> list[torch.opt
 
 
 def _move_models(
-    train_state: TorchTrainState, models: list[torch.nn.Module], keeps_parameters: bool
+    registered: RegisteredObjects, models: list[torch.nn.Module], keeps_parameters: bool
 ) -> None:
     """Move models to the device. If models are sharded, workers move only their rows."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)
-        return tensor if stays else tensor.to(train_state.settings.device)
+        return tensor if stays else tensor.to(registered.device)
 
-    train_state.models = [model._apply(move) for model in models]
+    registered.models = [model._apply(move) for model in models]
 
 
 def _move_criteria(
-    train_state: TorchTrainState, criteria: list[Any], trained: list[Any]
+    registered: RegisteredObjects, criteria: list[Any], trained: list[Any]
 ) -> list[Any]:
     """Return the criteria on the device. Replace trained criteria by their wrappers."""
-    num_models, device = len(train_state.models) - len(trained), train_state.settings.device
-    wrapped = dict(zip(map(id, trained), train_state.models[num_models:], strict=True))
+    num_models, device = len(registered.models) - len(trained), registered.device
+    wrapped = dict(zip(map(id, trained), registered.models[num_models:], strict=True))
     return [
         wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
     ]

@@ -136,11 +136,12 @@ def build_operator(
 ) -> TrainingOperator:
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     train_state = operator._train_state
+    registered = train_state.registered
     attributes = [each for value in vars(operator).values() for each in as_list(value)]
-    train_state.exchange.use_wrappers([each for each in attributes if ddp.is_ddp(each)])
+    registered.exchange.use_wrappers([each for each in attributes if ddp.is_ddp(each)])
     if settings.context.world_rank == 0:
-        modules = [*train_state.models, *train_state.criteria]
-        warn_of_unregistered(operator, [*modules, *train_state.optimizers])
+        modules = [*registered.models, *registered.criteria]
+        warn_of_unregistered(operator, [*modules, *registered.optimizers])
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
             warn_of_other_loaders(operator, train_state.data.registered_loaders)
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.

@@ -39,13 +39,14 @@ class TorchSavedState(SavedState):
 
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
+        self._registered = train_state.registered
         self._initially_trained = list(map(ddp.required_gradients, self._models))
         """Whether ``setup`` has left each parameter of each model trainable, by name."""
 
     @property
     def _models(self) -> list[torch.nn.Module]:
         """The models without wrappers."""
-        return list(map(ddp.plain, self._train_state.models))
+        return list(map(ddp.plain, self._registered.models))
 
     def copy_from(self, leader_rank: int, follows: bool) -> None:
         """Load the state of the leader if this rank `follows`. Every rank must call it.
@@ -54,7 +55,7 @@ class TorchSavedState(SavedState):
         workers usually differ only in buffers.
         """
         train_state, lacks = self._train_state, follows
-        any_rank, device = train_state.collectives.any_rank, train_state.settings.device
+        any_rank, device = self._registered.collectives.any_rank, self._registered.device
         # Do not read a large state if no other worker can have it.
         if any_rank(follows and not train_state.is_new):
             state = without_frozen(self.read(), self._unchanged_digests())
@@ -70,7 +71,7 @@ class TorchSavedState(SavedState):
                 lambda: self.without_frozen(self.read(), True), leader_rank, device, lacks
             )
         # Receive shards last, because they are valid from then on.
-        features = reversed(train_state.features)
+        features = reversed(self._registered.features)
         received = [feature.receive(leader_rank) for feature in features][::-1]
         # Apply the state only if all of it has arrived: the leader may be lost meanwhile.
         if lacks:
@@ -79,20 +80,20 @@ class TorchSavedState(SavedState):
             apply()
 
     def compare_setup(self, leader_rank: int) -> None:
-        own, group = self._unchanged_digests(), self._train_state.collectives
+        own, group = self._unchanged_digests(), self._registered.collectives
         pairs = zip(group.broadcast(lambda: own, leader_rank), own, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
-        self._train_state.frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
+        self._registered.frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
 
     def _unchanged_digests(self) -> list[dict[str, int]]:
-        self._train_state.frozen.forget()
-        return self._train_state.frozen.digests_of_unchanged(self._models)
+        self._registered.frozen.forget()
+        return self._registered.frozen.digests_of_unchanged(self._models)
 
     # ---- parts and copies
 
     def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
         if for_workers:
-            frozen = self._train_state.frozen
+            frozen = self._registered.frozen
             known = frozen.digests_of_unchanged(self._models)
             return without_frozen(state, known if frozen.are_reproducible else [])
         digests = self._unchanged_digests()
@@ -103,7 +104,7 @@ class TorchSavedState(SavedState):
             if not (parameter.requires_grad or name in kept)
         ]
         if changed:
-            self._train_state.settings.warn_once(
+            self._registered.warn_once(
                 "frozen",
                 "frozen=False: %s is saved, although it is frozen, because it has changed since "
                 "setup, or was frozen after it.",
@@ -112,9 +113,9 @@ class TorchSavedState(SavedState):
         return without_frozen(state, digests)
 
     def unsharded_models(self) -> list[torch.nn.Module]:
-        train_state, num_models = self._train_state, len(self._train_state.given_models)
+        train_state, num_models = self._train_state, len(self._registered.given_models)
         train_state.check_undamaged()
-        if (copies := train_state.replication.export_models(num_models)) is not None:
+        if (copies := self._registered.replication.export_models(num_models)) is not None:
             return copies
         if train_state.context.world_rank != 0:
             return []
@@ -122,11 +123,11 @@ class TorchSavedState(SavedState):
             return list(map(copy_to_cpu, self._models[:num_models]))
 
     def user_settings(self) -> Any:
-        groups = [group for each in self._train_state.optimizers for group in each.param_groups]
+        groups = [group for each in self._registered.optimizers for group in each.param_groups]
         return (
             [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
             [version_of(parameter) for model in self._models for parameter in model.parameters()],
-            [feature.user_settings() for feature in self._train_state.features],
+            [feature.user_settings() for feature in self._registered.features],
             self._changed_since_setup(),
         )
 
@@ -139,18 +140,17 @@ class TorchSavedState(SavedState):
                 module.training = training
 
     def read(self) -> dict[str, Any]:
-        train_state = self._train_state
         models = [(model, model.state_dict()) for model in self._models]
         state: dict[str, Any] = {
             "models": list(itertools.starmap(self._unsharded_part, models)),
-            "optimizers": list(map(optimizer_state, train_state.optimizers)),
+            "optimizers": list(map(optimizer_state, self._registered.optimizers)),
         }
-        if train_state.schedulers:
-            state["schedulers"] = list(map(scheduler_state, train_state.schedulers))
+        if self._registered.schedulers:
+            state["schedulers"] = list(map(scheduler_state, self._registered.schedulers))
         state["requires_grad"] = self._changed_since_setup()
-        for feature in train_state.features:
+        for feature in self._registered.features:
             state |= feature.state_dict()
-        return state | {"parameters": list(map(self._parameters_of, train_state.optimizers))}
+        return state | {"parameters": list(map(self._parameters_of, self._registered.optimizers))}
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
         """Return name and shape of each parameter of an optimizer, in the order of its state."""
@@ -182,7 +182,7 @@ class TorchSavedState(SavedState):
 
     def _unsharded_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a model's state that every worker has."""
-        if self._train_state.replication.is_unsharded(model):
+        if self._registered.replication.is_unsharded(model):
             return state
         sharded = dict(model.named_parameters(remove_duplicate=False))
         return {key: value for key, value in state.items() if key not in sharded}
@@ -191,12 +191,11 @@ class TorchSavedState(SavedState):
         state = with_frozen(state, self._unchanged_digests(), self._models)
         for name, objects, saved in self._stateful(state):
             check_objects(name, objects, saved, state_problem)
-        train_state = self._train_state
         if "parameters" in state:  # older files lack it
-            parameters, optimizers = state["parameters"], train_state.optimizers
+            parameters, optimizers = state["parameters"], self._registered.optimizers
             check_objects("optimizers", optimizers, parameters, self._order_problem)
-        if state.get("schedulers") and not train_state.schedulers:
-            train_state.settings.warn_once(
+        if state.get("schedulers") and not self._registered.schedulers:
+            self._registered.warn_once(
                 "schedulers",
                 "The loaded state has schedulers, which are ignored because the operator has none.",
             )
@@ -204,7 +203,7 @@ class TorchSavedState(SavedState):
             raise CheckpointError(
                 "The state's 'requires_grad' must be a list of dicts from the names of parameters."
             )
-        for feature in train_state.features:
+        for feature in self._registered.features:
             feature.check_state(state)
 
     def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
@@ -213,11 +212,11 @@ class TorchSavedState(SavedState):
         return dict(reuse_memory(state, tensors, incoming))
 
     def load(self, state: dict[str, Any]) -> None:
-        self._load(self._train_state.replication.unsharded_state(state))
-        self._train_state.replication.load(state)
+        self._load(self._registered.replication.unsharded_state(state))
+        self._registered.replication.load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        stateful, train_state = self._stateful(state), self._train_state
+        stateful = self._stateful(state)
         _, models, of_models = stateful[0]
         keeps_dtypes = all(
             tensor.dtype == saved[name].dtype
@@ -237,7 +236,7 @@ class TorchSavedState(SavedState):
                         load = functools.partial(load_scheduler, each)
                         own = scheduler_state(each)
                     elif kind == "models" and (
-                        FROZEN_KEY in state or not train_state.replication.is_unsharded(each)
+                        FROZEN_KEY in state or not self._registered.replication.is_unsharded(each)
                     ):
                         load = functools.partial(each.load_state_dict, strict=False)
                         own, saved = (self._unsharded_part(each, state) for state in (own, saved))
@@ -246,20 +245,20 @@ class TorchSavedState(SavedState):
         changed = state.get("requires_grad", ())  # older files lack it
         for model, first, now in zip(self._models, self._initially_trained, changed, strict=False):
             ddp.require_gradients(model, {**first, **now})
-        for feature in train_state.features:
+        for feature in self._registered.features:
             feature.load_state_dict(state)
-        train_state.update.is_damaged = False
+        self._registered.update.is_damaged = False
 
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""
-        train_state, models, saved = self._train_state, self._models, state.get("models", [])
-        if train_state.num_criteria and isinstance(saved, list | tuple):
+        models, saved = self._models, state.get("models", [])
+        if self._registered.num_criteria and isinstance(saved, list | tuple):
             # Older files lack the criterion.
-            models = models[: max(len(saved), len(train_state.given_models))]
+            models = models[: max(len(saved), len(self._registered.given_models))]
         kinds: list[tuple[str, list[Any], Any]] = [
             ("models", models, saved),
-            ("optimizers", train_state.optimizers, state.get("optimizers", [])),
+            ("optimizers", self._registered.optimizers, state.get("optimizers", [])),
         ]
-        if train_state.schedulers:
-            kinds.append(("schedulers", train_state.schedulers, state.get("schedulers", [])))
+        if self._registered.schedulers:
+            kinds.append(("schedulers", self._registered.schedulers, state.get("schedulers", [])))
         return kinds

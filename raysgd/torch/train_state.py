@@ -6,32 +6,32 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
+from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
-from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
-from raysgd.torch.features.rollback import BufferCopies
-from raysgd.torch.frozen_parameters import FrozenParameters
+from raysgd.torch.features.micro_batching import num_rows
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.loading import TorchSources
 from raysgd.torch.options import OperatorSettings
-from raysgd.torch.precision import PRECISIONS
-from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.tensors import copy_leaf
 
 
 class TorchTrainState(TrainState):
-    """The registered objects, and what ``register`` has made of them. Features use it."""
+    """The `RegisteredObjects`, which features use, and the segment in progress."""
 
     settings: OperatorSettings
-    models: list[torch.nn.Module]
-    optimizers: list[torch.optim.Optimizer]
     data: TorchSources
+    given_models: list[torch.nn.Module] = forward_to("registered.given_models")
+    optimizers: list[torch.optim.Optimizer] = forward_to("registered.optimizers")
+    accumulation_steps: int = forward_to("registered.accumulation_steps")
+    replication: Replication = forward_to("registered.replication")
 
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
@@ -39,26 +39,20 @@ class TorchTrainState(TrainState):
         self.collectives = TorchCollectives(settings.device)
         if settings.device.type == "cuda":
             self.timing = StepTiming(partial(torch.cuda.Event, enable_timing=True))
-        options = settings.options
-        self.precision = PRECISIONS[options.use_fp16](settings.device, options.amp_dtype)
-        self.micro_batching: TorchMicroBatching = TorchMicroBatching(self)
+        self.registered = RegisteredObjects(settings, self.data, self)
+        self.micro_batching = self.registered.micro_batching
         self.set_features([self.micro_batching])  # `register` sets all features
-        self.schedulers: list[Any] = []
-        self.criteria: list[Any] = []
-        self.buffer_copies = BufferCopies([], self.collectives)
-        self.exchange = GradientExchange()
-        self.frozen = FrozenParameters()
 
     def set_mode(self, training: bool) -> None:
         """Set train or eval mode. In training, frozen models keep their mode from `register`."""
-        for model in self.models:
+        for model in self.registered.models:
             model.train(training)
         if training:
-            self.frozen.restore_modes()
+            self.registered.frozen.restore_modes()
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """Iterate over all modules of the models."""
-        return itertools.chain.from_iterable(model.modules() for model in self.models)
+        return itertools.chain.from_iterable(model.modules() for model in self.registered.models)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -69,17 +63,15 @@ class TorchTrainState(TrainState):
     @contextlib.contextmanager
     def restoring_models(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(preserving(self.registered))
             stack.callback(self.roll_back)
-            modules = itertools.chain(self.models, self.modules())  # models may be wrappers
-            for module in modules if self.has_all_parameters else ():
+            modules = itertools.chain(
+                self.registered.models, self.modules()
+            )  # models may be wrappers
+            for module in modules if self.registered.has_all_parameters else ():
                 if not isinstance(module, LazyModuleMixin):  # which the first batch completes
                     stack.enter_context(preserving(module))
             yield
-
-    @property
-    def has_all_parameters(self) -> bool:
-        """Whether every worker has all parameters."""
-        return all(map(self.replication.is_unsharded, self.models))
 
     copy_leaf = staticmethod(copy_leaf)
     num_rows = staticmethod(num_rows)

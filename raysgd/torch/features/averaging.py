@@ -16,9 +16,9 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import Update
 from raysgd.torch import conflicts
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import copy_all, model_problem, parameters_of
-from raysgd.torch.train_state import TorchTrainState
 
 
 class WeightAveraging(StepFeature):
@@ -27,8 +27,8 @@ class WeightAveraging(StepFeature):
     Each worker has the averages on its device, and all workers make the same updates.
     """
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        self._train_state = train_state
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self._registered = registered
         self.averages: list[dict[str, torch.Tensor]] | None = None
         """Averages of each model, by parameter name. None before a callback requests averages."""
         self._decay: float | None = None
@@ -37,7 +37,7 @@ class WeightAveraging(StepFeature):
     @property
     def schedule_free(self) -> list[Any]:
         """Optimizers with other weights for evaluation than for training, as in schedule-free."""
-        optimizers: list[Any] = self._train_state.optimizers
+        optimizers: list[Any] = self._registered.optimizers
         return [o for o in optimizers if hasattr(o, "train") and hasattr(o, "eval")]
 
     def use_training_weights(self) -> None:
@@ -55,7 +55,7 @@ class WeightAveraging(StepFeature):
                 for the mean of the parameters at the ends of epochs.
             start_epoch: the first epoch in the mean. Epochs count from 1.
         """
-        if not self._train_state.has_all_parameters:
+        if not self._registered.has_all_parameters:
             conflicts.refuse('register(sharding="full")', "averages of the weights")
         if self.averages is None or (self._decay is None) != (decay is None):
             self._count = 0
@@ -66,7 +66,7 @@ class WeightAveraging(StepFeature):
         self._decay, self._start_epoch = decay, start_epoch
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
-        return [dict(ddp.plain(model).named_parameters()) for model in self._train_state.models]
+        return [dict(ddp.plain(model).named_parameters()) for model in self._registered.models]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter with its average. List a shared parameter once."""

@@ -13,8 +13,8 @@ import torch
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import Factors, Update
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import BadSteps
-from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "bad_steps"
 _WINDOW = 100
@@ -32,18 +32,18 @@ class BadStepFilter(StepFeature):
 
     why_optimizer_step = "bad_steps"
 
-    def __init__(self, train_state: TorchTrainState, options: BadSteps) -> None:
-        if len(train_state.optimizers) != 1:
+    def __init__(self, registered: RegisteredObjects, options: BadSteps) -> None:
+        if len(registered.optimizers) != 1:
             raise ValueError(
                 f"TorchTrainer(bad_steps=...) needs one optimizer, but register() got "
-                f"{len(train_state.optimizers)}. An update of the first one could not be undone."
+                f"{len(registered.optimizers)}. An update of the first one could not be undone."
             )
-        self._train_state, self._options = train_state, options
+        self._registered, self._options = registered, options
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self.bad_steps: list[dict[str, Any]] = []
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._num_workers = self._train_state.exchange.num_workers
+        self._num_workers = self._registered.exchange.num_workers
 
     def begin_update(self, update: Update) -> None:
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
@@ -59,19 +59,19 @@ class BadStepFilter(StepFeature):
         return loss * (poison + 1)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
-        train_state, spike = self._train_state, self._options.spike
-        precision = train_state.precision
-        norm = float(train_state.exchange.norm(precision.parameters(optimizer))[1])
+        registered, spike = self._registered, self._options.spike
+        precision = registered.precision
+        norm = float(registered.exchange.norm(precision.parameters(optimizer))[1])
         is_finite = math.isfinite(norm)
-        if is_finite and spike is None and train_state.replication.replicates:
+        if is_finite and spike is None and registered.replication.replicates:
             return
-        loss = train_state.exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
+        loss = registered.exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
         usual = statistics.median(self._losses or [math.inf])
         is_spike = spike is not None and loss > spike * usual
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
-        if not train_state.replication.replicates and train_state.context.distributed:
+        if not registered.replication.replicates and registered.context.distributed:
             # Each worker has a loss and gradients of its own.
-            lows = train_state.collectives.all_reduce_min(*(-sign for sign in signs))
+            lows = registered.collectives.all_reduce_min(*(-sign for sign in signs))
             signs = [low < 0 for low in lows]
         is_of_loss, is_of_gradient, is_spike = signs
         if is_of_loss:
@@ -86,24 +86,22 @@ class BadStepFilter(StepFeature):
             self._loss = loss
 
     def _record_bad_step(self, update: Update, reason: str, value: Any) -> None:
-        train_state, options = self._train_state, self._options
-        source = train_state.data.source(train_state.data.trains_on)
+        registered, position = self._registered, self._registered.position
+        source = registered.data.source(registered.data.trains_on)
         num_samples = update.plan.total_samples or 0
         update.bad_step = {
-            "step": train_state.global_step + update.plan.num_steps,
-            "epoch": train_state.epoch + 1,
+            "step": position.global_step + update.plan.num_steps,
+            "epoch": position.epoch + 1,
             "reason": reason,
             "value": value,
-            "samples": source.sample_ids(train_state.epoch, train_state.offset, num_samples),
+            "samples": source.sample_ids(position.epoch, position.offset, num_samples),
         }
-        steps = [
-            each for each in self.bad_steps if each["step"] > train_state.position.call_began_at
-        ]
+        steps = [each for each in self.bad_steps if each["step"] > position.call_began_at]
         steps.append(update.bad_step)
-        if len(steps) > options.max_skipped:
+        if len(steps) > self._options.max_skipped:
             named = "; ".join(f"step {each['step']}, {each['reason']}" for each in steps)
             raise BadStepsError(
-                f"{len(steps)} bad steps in this call, and {options}: {named}. "
+                f"{len(steps)} bad steps in this call, and {self._options}: {named}. "
                 "The state is that before the last one. The attribute `steps` has the samples.",
                 steps,
             )
@@ -111,7 +109,7 @@ class BadStepFilter(StepFeature):
     def commit(self, update: Update) -> None:
         if update.bad_step is not None:
             self.bad_steps.append(update.bad_step)
-            self._train_state.buffer_copies.write(self._train_state.buffer_copies.values)
+            self._registered.buffer_copies.write(self._registered.buffer_copies.values)
             if update.meters is not None:
                 update.meters.discard_held()
         elif self._loss is not None:

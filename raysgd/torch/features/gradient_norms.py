@@ -9,7 +9,7 @@ import torch
 from raysgd._internal.arguments import check_number
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import Update
-from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.features.registered import RegisteredObjects
 
 
 class GradientNorms(StepFeature):
@@ -18,13 +18,13 @@ class GradientNorms(StepFeature):
     The norm before clipping is the metric ``grad_norm`` of logged steps.
     """
 
-    def __init__(self, train_state: TorchTrainState, max_norm: Any) -> None:
+    def __init__(self, registered: RegisteredObjects, max_norm: Any) -> None:
         if max_norm is not None:
             check_number("register", "max_grad_norm", max_norm)
             if max_norm == 0:
                 raise ValueError("register(max_grad_norm=0): must be above 0.")
             self.why_optimizer_step = f"max_grad_norm={max_norm}"
-        self._train_state, self._max_norm = train_state, max_norm
+        self._registered, self._max_norm = registered, max_norm
         self._is_logged = False
         self._norms: dict[int, torch.Tensor] = {}
 
@@ -34,16 +34,16 @@ class GradientNorms(StepFeature):
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if update.bad_step is None and (self._is_logged or self._max_norm is not None):
-            train_state, precision = self._train_state, self._train_state.precision
+            registered, precision = self._registered, self._registered.precision
             precision.unscale(optimizer)
-            tensors, norm = train_state.exchange.norm(precision.parameters(optimizer))
+            tensors, norm = registered.exchange.norm(precision.parameters(optimizer))
             if self._is_logged:
                 self._norms[id(optimizer)] = norm
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(tensors, self._max_norm, norm)
 
     def step_metrics(self) -> dict[str, float]:
-        norms = [self._norms.get(id(each)) for each in self._train_state.optimizers]
+        norms = [self._norms.get(id(each)) for each in self._registered.optimizers]
         return {
             "grad_norm" if len(norms) == 1 else f"grad_norm-{number}": float(norm)
             for number, norm in enumerate(norms)

@@ -16,9 +16,9 @@ from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.features.guard_contents import ReplicaContents
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import Guard
 from raysgd.torch.tensors import kind_of
-from raysgd.torch.train_state import TorchTrainState
 
 _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""
@@ -44,10 +44,10 @@ class ReplicaGuard(StepFeature):
     a small share of the time for all models.
     """
 
-    def __init__(self, train_state: TorchTrainState, averaging: Any, guard: Guard) -> None:
-        self._train_state, self._contents = train_state, ReplicaContents(train_state, averaging)
+    def __init__(self, registered: RegisteredObjects, averaging: Any, guard: Guard) -> None:
+        self._registered, self._contents = registered, ReplicaContents(registered, averaging)
         self._every = guard.every
-        self._on_gpu = train_state.settings.device.type != "cpu"
+        self._on_gpu = registered.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
         self._equal_step = 0
         self.begin_generation()
@@ -98,14 +98,14 @@ class ReplicaGuard(StepFeature):
         self._is_due = False
 
     def _set_active(self) -> None:
-        train_state = self._train_state
-        self._is_active = train_state.context.world_size > 1 and train_state.replication.replicates
+        registered = self._registered
+        self._is_active = registered.context.world_size > 1 and registered.replication.replicates
 
     def before_export(self) -> None:
         self._set_active()  # a new group may not have trained yet
         has_changed = self._is_due or self._steps > self._complete_at
         # A worker that got the state of another since the difference has no problem.
-        any_rank = self._train_state.collectives.any_rank
+        any_rank = self._registered.collectives.any_rank
         if self._is_active and has_changed and not any_rank(bool(self._problem)):
             self._compare()
 
@@ -167,7 +167,7 @@ class ReplicaGuard(StepFeature):
             elif kind == "buffers" and value is not None:
                 counted.append(name)
         digests = torch.tensor([hash_of(options), hash_of(counted), 0, 0])
-        digests = digests.to(self._train_state.settings.device, non_blocking=True)
+        digests = digests.to(self._registered.device, non_blocking=True)
         for (is_buffer, device), tensors in groups.items():
             digests[2 + is_buffer] += digest_of(tensors, device).to(digests, non_blocking=True)
         return digests, is_complete
@@ -184,23 +184,23 @@ class ReplicaGuard(StepFeature):
             if not (options and tensors and (buffers or not counted)):
                 self._report_difference(flags)
             elif is_complete:
-                self._equal_step = self._train_state.global_step
+                self._equal_step = self._registered.position.global_step
 
     # ---- a difference
 
     def _report_difference(self, flags: tuple[bool, bool]) -> None:
-        train_state = self._train_state
+        registered, step = self._registered, self._registered.position.global_step
         # A loaded state may be older.
-        self._equal_step = min(self._equal_step, train_state.global_step)
+        self._equal_step = min(self._equal_step, step)
         own: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.contents(*flags):
             is_tensor = isinstance(value, torch.Tensor)
             own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
-        context, kind = train_state.context, kind_of(train_state.settings.device)
+        context, kind = registered.context, kind_of(registered.device)
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
-            f"After step {train_state.global_step}, the workers differ. A failure interrupted the "
-            f"report of the differences. They were equal after step {self._equal_step}. "
+            f"After step {step}, the workers differ. A failure interrupted the report of the "
+            f"differences. They were equal after step {self._equal_step}. "
             f"{_REMEDY.format('worker 0')}"
         )
         mine = own, kind, self._equal_step
@@ -214,7 +214,7 @@ class ReplicaGuard(StepFeature):
         minority = minority_of(differences, context.world_size)
         message = self._message(differences, minority)
         if len(kinds) > 1 and not any(kind == "options" for kind, _ in differences):
-            train_state.settings.warn_once(
+            registered.warn_once(
                 "devices",
                 "%s The workers compute on different devices or with different numbers of threads "
                 "(%s), so this may be rounding.",
@@ -225,9 +225,9 @@ class ReplicaGuard(StepFeature):
             self._problem = message
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
-                train_state.update.is_damaged = True
+                registered.update.is_damaged = True
             # Wait until all know it, because the driver interrupts the others if one raises.
-            train_state.collectives.barrier()
+            registered.collectives.barrier()
             raise ReplicasDifferError(message, ranks=minority)
 
     def _message(self, differences: Mapping[tuple[str, str], Any], minority: list[int]) -> str:
@@ -240,10 +240,11 @@ class ReplicaGuard(StepFeature):
         of_modules |= any(n.startswith("criteria") for _, n in differences)
         if len(names) > _MAX_SHOWN:
             text += f"; and {len(names) - _MAX_SHOWN} more"
+        step = self._registered.position.global_step
         return (
-            f"After step {self._train_state.global_step}, {who} differ in: {text}. They were equal "
-            f"after step {self._equal_step}. Common causes: code that changes them on one worker "
-            "only, such as an option or random numbers with another seed; a damaged copy; broken "
-            f"memory. {_NOT_IN_STATE if of_modules else ''}"
+            f"After step {step}, {who} differ in: {text}. They were equal after step "
+            f"{self._equal_step}. Common causes: code that changes them on one worker only, such "
+            "as an option or random numbers with another seed; a damaged copy; broken memory. "
+            f"{_NOT_IN_STATE if of_modules else ''}"
             f"{_REMEDY.format('the majority' if minority else 'worker 0')}"
         )

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from raysgd.torch.features.averaging import WeightAveraging
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import Versions, renormalized_weights
-from raysgd.torch.train_state import TorchTrainState
 
 Content = tuple[str, str, Any]
 """The kind "options", "tensors", or "buffers"; a name; and the value, None for a buffer that does
@@ -44,8 +44,8 @@ class ReplicaContents:
 
     has_run = False  # a forward pass may have run since all workers had the same buffers
 
-    def __init__(self, train_state: TorchTrainState, averaging: WeightAveraging) -> None:
-        self._train_state, self._keeps_all_equal = train_state, train_state.exchange.keeps_all_equal
+    def __init__(self, registered: RegisteredObjects, averaging: WeightAveraging) -> None:
+        self._registered, self._keeps_all_equal = registered, registered.exchange.keeps_all_equal
         self._averaging = averaging
         self._registrations = _registrations()
         self._seen: list[Any] = []
@@ -56,16 +56,16 @@ class ReplicaContents:
 
     def _record(self) -> None:
         """Record the modules and parameters of the registered models."""
-        train_state = self._train_state
-        modules = [module for model in train_state.models for module in model.modules()]
+        registered = self._registered
+        modules = [module for model in registered.models for module in model.modules()]
         views = [(m._modules.values(), m._parameters.values()) for m in modules]
         self._children = list(itertools.chain.from_iterable(views))
         # Only objects that exist have unique ids.
         self._members = list(itertools.chain.from_iterable(self._children))
-        self._named = [list(ddp.plain(model).named_parameters()) for model in train_state.models]
+        self._named = [list(ddp.plain(model).named_parameters()) for model in registered.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
-        self._renormalized = renormalized_weights(train_state.models)
-        groups = [group for o in train_state.optimizers for group in o.param_groups]
+        self._renormalized = renormalized_weights(registered.models)
+        groups = [group for o in registered.optimizers for group in o.param_groups]
         self._stepped = {parameter for group in groups for parameter in group["params"]}
         self._recorded = self._structure()
 
@@ -74,7 +74,7 @@ class ReplicaContents:
         return [*children, *self._sizes_and_dtypes()]
 
     def _sizes_and_dtypes(self) -> list[Any]:
-        groups = [group for o in self._train_state.optimizers for group in o.param_groups]
+        groups = [group for o in self._registered.optimizers for group in o.param_groups]
         return [*(len(group["params"]) for group in groups), *map(_dtype, self._parameters)]
 
     def check_step(self) -> None:
@@ -91,7 +91,7 @@ class ReplicaContents:
         """Raise an error if the next step would train what the workers do not keep equal."""
         if self._structure() == self._recorded:
             return
-        for feature in self._train_state.features:
+        for feature in self._registered.features:
             feature.check_trained()
         before = self._stepped
         self._record()
@@ -106,7 +106,7 @@ class ReplicaContents:
     # ---- buffers
 
     def _all_buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        for index, model in enumerate(map(ddp.plain, self._train_state.models)):
+        for index, model in enumerate(map(ddp.plain, self._registered.models)):
             statistics = set(map(id, ddp.running_statistics(model)))
             for name, buffer in model.named_buffers():
                 if id(buffer) not in statistics and not buffer.is_inference():
@@ -132,11 +132,11 @@ class ReplicaContents:
 
     def contents(self, in_step: bool, is_new: bool) -> Iterator[Content]:
         """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
-        train_state = self._train_state
-        is_unsharded = train_state.replication.is_unsharded
+        registered = self._registered
+        is_unsharded = registered.replication.is_unsharded
         equal, replicated = self._equal_buffers(), set[torch.Tensor]()
-        compared = [self._keeps_all_equal or ddp.is_ddp(model) for model in train_state.models]
-        for index, model in enumerate(train_state.models):
+        compared = [self._keeps_all_equal or ddp.is_ddp(model) for model in registered.models]
+        for index, model in enumerate(registered.models):
             if not compared[index]:
                 continue
             ignored: Any = getattr(model, "parameters_to_ignore", ())
@@ -154,15 +154,15 @@ class ReplicaContents:
         for index, path, _ in self._all_buffers():
             if compared[index]:
                 yield "buffers", path, equal.get(path)
-        for index, optimizer in enumerate(train_state.optimizers):
+        for index, optimizer in enumerate(registered.optimizers):
             if self._keeps_all_equal or replicated.issuperset(self._stepped):
                 own = f"optimizers[{index}]", optimizer, replicated, is_unsharded(optimizer)
                 yield from _optimizer_contents(*own)
-        for index, scheduler in enumerate(train_state.schedulers if self._keeps_all_equal else ()):
+        for index, scheduler in enumerate(registered.schedulers if self._keeps_all_equal else ()):
             yield from _contents_in(f"schedulers[{index}]", scheduler.state_dict())
-        yield from _contents_in("scaler", train_state.precision.scale_tensors())
+        yield from _contents_in("scaler", registered.precision.scale_tensors())
         yield from _contents_in("averages", self._averaging.averages)
-        for name, modules in ("models", train_state.models), ("criteria", train_state.criteria):
+        for name, modules in ("models", registered.models), ("criteria", registered.criteria):
             for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):
                     yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))

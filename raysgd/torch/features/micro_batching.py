@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd.data.partition import MicroBatch, part_of
 from raysgd.loop.micro_batching import MicroBatching
-from raysgd.loop.train_state import TrainState
+from raysgd.loop.update import Update
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.options import OperatorSettings
 
@@ -30,14 +30,19 @@ class TorchMicroBatching(MicroBatching):
     _num_samples: float = 0
     """Samples of the current batch; 0 if unknown."""
 
-    def __init__(self, train_state: TrainState) -> None:
-        super().__init__(train_state.settings, train_state.update)
-        self._train_state = train_state
+    def __init__(
+        self,
+        settings: OperatorSettings,
+        update: Update,
+        models: Callable[[], Sequence[torch.nn.Module]],
+    ) -> None:
+        super().__init__(settings, update)
+        self._models = models
 
     @functools.cached_property
     def batch_norms(self) -> set[type[torch.nn.Module]]:
         """Types of batch normalization in the models."""
-        modules = (module for model in self._train_state.models for module in model.modules())
+        modules = (module for model in self._models() for module in model.modules())
         return {type(module) for module in modules if isinstance(module, _BatchNorm)}
 
     @property

@@ -7,43 +7,43 @@ from typing import Any
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import Update
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.tensors import load_scheduler, scheduler_state
-from raysgd.torch.train_state import TorchTrainState
 
 
 class Schedules(StepFeature):
-    def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
-        self._train_state, self._checks = train_state, checks
+    def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
+        self._registered, self._checks = registered, checks
         self._last_epochs: list[Any] = []
         self._states: list[Any] | None = None
         self._rates: list[dict[str, Any]] = []
 
     def step(self) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
-        update = self._train_state.update
+        update = self._registered.update
         is_skipped = (
             update.optimizer_steps.are_skipped
-            and self._train_state.settings.options.scheduler_step_freq == "batch"
+            and self._registered.options.scheduler_step_freq == "batch"
         )
         if is_skipped or not update.micro_batch.ends_step:
             return
         if update.in_last_micro_batch:
             self._checks.check_has_stepped(update)
-        for scheduler in self._train_state.schedulers:
+        for scheduler in self._registered.schedulers:
             scheduler.step()
         self._record_epochs()
 
     def step_with(self, metric: float) -> None:
         """Step every scheduler. An optional ``epoch`` of its ``step`` does not get the metric."""
-        for scheduler in self._train_state.schedulers:
+        for scheduler in self._registered.schedulers:
             takes = next(iter(inspect.signature(scheduler.step).parameters), "epoch")
             has_metric = takes != "epoch" or required_arguments(scheduler.step)
             scheduler.step(*[metric] if has_metric else [])
 
     def _record_epochs(self) -> None:
-        schedulers = self._train_state.schedulers
+        schedulers = self._registered.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
     def begin_update(self, update: Update) -> None:
@@ -53,18 +53,18 @@ class Schedules(StepFeature):
         """Undo and reject a scheduler step that `train_batch` makes in each micro-batch."""
         if not update.is_split:
             return
-        train_state = self._train_state
-        groups = [group for o in train_state.optimizers for group in o.param_groups]
+        registered = self._registered
+        groups = [group for o in registered.optimizers for group in o.param_groups]
         if self._states is None:
-            self._states = list(map(scheduler_state, train_state.schedulers))
+            self._states = list(map(scheduler_state, registered.schedulers))
             self._rates = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             self._record_epochs()
             return
         before = self._last_epochs
         self._record_epochs()
         if self._last_epochs != before:
-            for scheduler, state in zip(train_state.schedulers, self._states, strict=True):
+            for scheduler, state in zip(registered.schedulers, self._states, strict=True):
                 load_scheduler(scheduler, state)
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
-            train_state.micro_batching.refuse("train_batch steps a scheduler itself")
+            registered.refuse_split("train_batch steps a scheduler itself")

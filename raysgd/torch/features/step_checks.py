@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.update import LossCount, Update
 from raysgd.torch import collectives
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.batches import Batch
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.tensors import Versions, parameters_of
-from raysgd.torch.train_state import TorchTrainState
 
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
@@ -25,22 +26,22 @@ class StepChecks(StepFeature):
     whole batches, unless an accumulation needs several.
     """
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        self._train_state, self._precision = train_state, train_state.precision
-        self._update = train_state.update
-        self._refuse_split = train_state.micro_batching.refuse
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self._registered, self._precision = registered, registered.precision
+        self._update = registered.update
+        self._refuse_split = registered.refuse_split
         self._watched: dict[int, Versions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them
         self._collective = ""  # that train_batch calls
-        if train_state.context.distributed:
+        if registered.context.distributed:
             collectives.watch_user_code(self._refuse_collective)
 
     # ---- hooks of a step
 
     def begin_micro_batch(self, update: Update) -> None:
         has_gap = update.losses.num_earlier < update.index
-        if has_gap and any(map(_has_gradients, self._train_state.optimizers)):
+        if has_gap and any(map(_has_gradients, self._registered.optimizers)):
             self._refuse_split(_NO_BACKWARD)
         self._watch_gradients(self._precision.scales_loss)
 
@@ -56,25 +57,25 @@ class StepChecks(StepFeature):
         self._watched.clear()
         steps, losses, why = update.optimizer_steps, update.losses, ""
         self._keeps_gradients = not steps.done and any(map(_has_gradients, steps.optimizers))
-        if self._collective or self._train_state.settings.options.elastic.shares != "even":
+        if self._collective or self._registered.options.elastic.shares != "even":
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
             elif self._collective and losses.counted_items is None:
                 why = f"calls {self._collective}, and self.backward(loss) without num_samples"
-        num_even = self._train_state.context.world_size * update.plan.num_samples if why else 0
+        num_even = self._registered.context.world_size * update.plan.num_samples if why else 0
         if steps.done and why and update.plan.total_samples not in (None, num_even):
-            self._train_state.settings.warn_once(
+            self._registered.warn_once(
                 "weight",
                 "The workers have different numbers of samples in step %d, and train_batch %s. "
                 "Losses then have wrong weights. Pass num_samples to self.backward for each loss. "
                 'Or use drop_last=True, and ElasticConfig(global_batch="scale", shares="even").',
-                self._train_state.global_step,
+                self._registered.position.global_step,
                 why,
             )
 
     def end_call(self) -> None:
-        if self._train_state.global_step and not self._update.optimizer_steps.have_begun:
-            self._train_state.settings.warn_once(
+        if self._registered.position.global_step and not self._update.optimizer_steps.have_begun:
+            self._registered.warn_once(
                 "no step",
                 "No registered optimizer has made a step, so nothing is trained. Call self."
                 "backward(loss) and self.optimizer_step(optimizer) in train_batch.",
@@ -83,7 +84,7 @@ class StepChecks(StepFeature):
     def roll_back(self, update: Update) -> None:
         self._watched.clear()
         if self._keeps_gradients:
-            self._train_state.settings.warn_once(
+            self._registered.warn_once(
                 "kept",
                 "A step failed, and the gradients that train_batch kept from earlier batches are "
                 "lost. To accumulate gradients, use register(gradient_accumulation_steps=...).",
@@ -97,22 +98,21 @@ class StepChecks(StepFeature):
         if not update.is_open or update.optimizer_steps.running is not None:
             return
         self._collective = name
-        self._train_state.micro_batching.refuse(
+        self._registered.refuse_split(
             f"train_batch calls {name}",
             f"leave out {name}, because the result would depend on the number of workers. For a "
             "mean over other items than samples, call self.backward(loss, num_samples=count).",
         )
 
-    def warn_of_dropped_samples(self) -> None:
+    def warn_of_dropped_samples(self, segment: StepIterator | None) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
-        train_state, segment = self._train_state, self._train_state.step_iterator
-        has_weight = train_state.exchange.num_workers > 1 or not self._update.has_one_micro_batch
-        drawn = segment.num_collated if has_weight and segment is not None else None
-        if drawn is None:
+        registered = self._registered
+        has_weight = registered.exchange.num_workers > 1 or not self._update.has_one_micro_batch
+        if not has_weight or segment is None or (drawn := segment.num_collated) is None:
             return
         num_rows, is_clear = Batch((segment.batch,), {}, None).count_samples(drawn)
         if not is_clear:
-            train_state.settings.warn_once(
+            registered.warn_once(
                 "samples",
                 "The loader joined %d samples, and the tensors of the batch have %d rows. raysgd "
                 "weights the batch by the samples. If the collate_fn dropped or added samples, "
@@ -123,17 +123,17 @@ class StepChecks(StepFeature):
             )
 
     def before_backward(self, count: LossCount) -> None:
-        update, train_state = self._update, self._train_state
-        has_one_batch = train_state.accumulation_steps == 1 and not update.has_fixed_parts
+        update, registered = self._update, self._registered
+        has_one_batch = registered.accumulation_steps == 1 and not update.has_fixed_parts
         if has_one_batch and update.losses.has_loss and count.items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.items is None and not count.is_sum
         has_gap = update.losses.num_earlier < update.index
-        if has_gap and counts_samples and train_state.exchange.num_workers > 1:
+        if has_gap and counts_samples and registered.exchange.num_workers > 1:
             self._reject(_NO_BACKWARD)
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
-        for optimizer in train_state.optimizers if self._watched else ():
+        for optimizer in registered.optimizers if self._watched else ():
             changed = self._have_changed(optimizer) and self._precision.scales_loss
             gradients = _gradients_of(optimizer)
             if changed and any(each is not None and each.any() for each in gradients):
@@ -176,7 +176,7 @@ class StepChecks(StepFeature):
         update = self._update
         if update.is_open:
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
-        features = self._train_state.features
+        features = self._registered.features
         why = next((each.why_optimizer_step for each in features if each.why_optimizer_step), "")
         if not why and update.losses.uses_backward and self._precision.scales_loss:
             why = f"the scaled gradients of self.backward(loss) under {self._precision.name}"
@@ -189,7 +189,7 @@ class StepChecks(StepFeature):
     # ---- gradients that are not final
 
     def _watch_gradients(self, is_watched: bool) -> None:
-        watched = self._train_state.optimizers if is_watched else ()
+        watched = self._registered.optimizers if is_watched else ()
         self._watched = {id(each): Versions(partial(_gradients_of, each)) for each in watched}
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:

@@ -8,10 +8,10 @@ import torch
 
 from raysgd._internal.arguments import is_number
 from raysgd.loop.feature import StepFeature
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.register_checks import attributes_of, is_metric
 from raysgd.torch.strategies.ddp import plain
 from raysgd.torch.tensors import version_of
-from raysgd.torch.train_state import TorchTrainState
 
 
 def _key(value: Any) -> int:
@@ -25,8 +25,8 @@ class UnregisteredTensors(StepFeature):
     objects in place of registered ones.
     """
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        self._train_state = train_state
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self._registered = registered
         self._operator: Any = None
         self._names: set[str] = set()
         self._roles: list[str] = []  # attributes that hold registered objects
@@ -36,20 +36,20 @@ class UnregisteredTensors(StepFeature):
         """Watch the tensors that ``setup`` created. Tensors of ``train_batch`` may be caches."""
         self._operator = operator
         self._names = {*self._versions()}
-        registered = self._registered()
+        registered = self._registered_ids()
         self._roles = [name for name, each in vars(operator).items() if _key(each) in registered]
 
-    def _registered(self) -> set[int]:
-        train_state = self._train_state
-        models, optimizers = train_state.models, train_state.optimizers
-        return set(map(_key, (*models, *optimizers, *train_state.schedulers)))
+    def _registered_ids(self) -> set[int]:
+        registered = self._registered
+        models, optimizers = registered.models, registered.optimizers
+        return set(map(_key, (*models, *optimizers, *registered.schedulers)))
 
     def begin_call(self, logs_steps: bool) -> None:
-        registered = self._registered()
+        registered = self._registered_ids()
         for name in self._roles:
             value = getattr(self._operator, name, None)
             if value is not None and _key(value) not in registered:
-                self._train_state.settings.warn_once(
+                self._registered.warn_once(
                     f"replaced {name}",
                     "self.%s was replaced by a %s that is not registered. Checkpoints and workers "
                     "that start later lack it. Change the registered object, or register both in "
@@ -68,7 +68,7 @@ class UnregisteredTensors(StepFeature):
         names = [n for n in before | now if n in self._names or not n.startswith("self.")]
         changed = [name for name in names if before.get(name) != now.get(name)]
         if changed and not self._operator.state_dict():
-            self._train_state.settings.warn_once(
+            self._registered.warn_once(
                 "unregistered tensors",
                 "train_batch changed %s. Checkpoints and workers that start later, such as "
                 "replacements, do not have this change. Register modules, also frozen ones, as "
@@ -82,7 +82,7 @@ class UnregisteredTensors(StepFeature):
         """Return what identifies the content of each unregistered tensor, by its name."""
         numbers, tensors = dict[str, Any](), dict[str, torch.Tensor]()
         values = [*attributes_of(self._operator)]
-        for optimizer in self._train_state.optimizers:
+        for optimizer in self._registered.optimizers:
             kind = type(optimizer)
             has_own = kind.state_dict is not torch.optim.Optimizer.state_dict
             if kind.__module__.startswith("torch.optim.") or has_own:
@@ -105,7 +105,7 @@ class UnregisteredTensors(StepFeature):
                 tensors.update(named)
         registered = {
             id(tensor)
-            for model in self._train_state.models
+            for model in self._registered.models
             for tensor in (*model.parameters(), *model.buffers())
         }
         return numbers | {

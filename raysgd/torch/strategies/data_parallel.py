@@ -17,76 +17,76 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import Replication
 from raysgd.loop.update import Update
 from raysgd.torch import collectives
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.ddp import ReplicatedModel, gradient_of
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.tensors import backward_pass, parameters_of
-from raysgd.torch.train_state import TorchTrainState
 
 
 class OwnModels(Replication):
     """Each worker keeps its own models, unless user code has wrapped some of them."""
 
-    def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
-        self._train_state = train_state
+    def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
+        self._registered = registered
 
-    replicates: bool = forward_to(lambda self: any(map(ddp.is_ddp, self._train_state.models)))
+    replicates: bool = forward_to(lambda self: any(map(ddp.is_ddp, self._registered.models)))
 
 
 class GroupGradients(GradientExchange):
     """What the exchanges have in common: the registered models, and the group of workers."""
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        self._train_state = train_state
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self._registered = registered
         self._dtypes: Mapping[Any, torch.dtype] = {}
 
     needs_warm_up: bool = forward_to(
         lambda self: (
-            self._train_state.settings.device.type == "cuda"
-            or any(map(ddp.is_compiled, self._train_state.models))
+            self._registered.device.type == "cuda"
+            or any(map(ddp.is_compiled, self._registered.models))
         )
     )
     num_workers: int = forward_to(
-        lambda self: self._train_state.context.world_size if self._averages else 1
+        lambda self: self._registered.context.world_size if self._averages else 1
     )
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
-        models = self._train_state.models
+        models = self._registered.models
         self._dtypes = {p: p.dtype for model in models for p in model.parameters()}
         # Also sets up subclasses. `build_operator` calls it again with the wrappers of `setup`.
         self.use_wrappers(())
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
-        models = self._train_state.models
-        self._train_state.models = [wrapped.get(id(model), model) for model in models]
+        models = self._registered.models
+        self._registered.models = [wrapped.get(id(model), model) for model in models]
 
     def check_trained(self) -> None:
-        models, dtypes = list(map(ddp.unwrap, self._train_state.models)), self._dtypes
+        models, dtypes = list(map(ddp.unwrap, self._registered.models)), self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them
-            stepped = [p for each in self._train_state.optimizers for p in parameters_of(each)]
+            stepped = [p for each in self._registered.optimizers for p in parameters_of(each)]
             dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
         check_same_parameters(models, dtypes)
 
     def sync_buffers(self) -> None:
         buffers = [each for each in self._shared_buffers() if each.layout is torch.strided]
         if buffers:
-            self._train_state.collectives.barrier()  # an error if another worker still averages
+            self._registered.collectives.barrier()  # an error if another worker still averages
             collectives.broadcast_tensors(buffers, src=0)
-            self._train_state.buffer_copies.take()
+            self._registered.buffer_copies.take()
 
     def _shared_buffers(self) -> list[torch.Tensor]:
-        return [buffer for model in self._train_state.models for buffer in model.buffers()]
+        return [buffer for model in self._registered.models for buffer in model.buffers()]
 
     def all_reduce_sum(self, number: float) -> float:
-        device = self._train_state.settings.device
+        device = self._registered.device
         return collectives.all_reduce_sum(number, device) if self._averages else number
 
     @property
     def _averages(self) -> bool:
-        train_state = self._train_state
-        return train_state.context.distributed and train_state.replication.replicates
+        registered = self._registered
+        return registered.context.distributed and registered.replication.replicates
 
 
 class UserWrappedGradients(GroupGradients):
@@ -98,13 +98,13 @@ class UserWrappedGradients(GroupGradients):
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        train_state = self._train_state
-        self._wrappers = [m for m in train_state.models if isinstance(m, DistributedDataParallel)]
+        registered = self._registered
+        self._wrappers = [m for m in registered.models if isinstance(m, DistributedDataParallel)]
         self._averaged = list(map(ddp.averaged_parameters, self._wrappers))
         if any(wrapper.static_graph for wrapper in self._wrappers):
             why = "DistributedDataParallel(static_graph=True) cannot accumulate"
-            train_state.micro_batching.refuse(why)
-            if train_state.accumulation_steps > 1:
+            registered.refuse_split(why)
+            if registered.accumulation_steps > 1:
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
     def begin_generation(self) -> None:
@@ -113,7 +113,7 @@ class UserWrappedGradients(GroupGradients):
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         buffers: list[torch.Tensor] = []
-        for model in self._train_state.models:
+        for model in self._registered.models:
             if ddp.is_ddp(model):
                 buffers += model.buffers()
             elif self.keeps_all_equal:
@@ -154,13 +154,13 @@ class ReplicatedGradients(UserWrappedGradients):
     keeps_all_equal = True
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
-        train_state, num_given = self._train_state, len(self._train_state.given_models)
-        device, ddp_args = train_state.settings.device, arguments["ddp_args"]
-        train_state.models = [
+        registered, num_given = self._registered, len(self._registered.given_models)
+        device, ddp_args = registered.device, arguments["ddp_args"]
+        registered.models = [
             ddp.wrap(model, device, ddp_args, is_criterion=index >= num_given)
-            for index, model in enumerate(train_state.models)
+            for index, model in enumerate(registered.models)
         ]
-        train_state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
+        registered.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
         super().wrap()
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -168,7 +168,7 @@ class ReplicatedGradients(UserWrappedGradients):
         self._replicas = [w for w in self._wrappers if isinstance(w, ReplicatedModel)]
 
     def start_together(self) -> None:
-        broadcast_models(self._train_state)
+        broadcast_models(self._registered)
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of an optimizer, unless wrappers of models have averaged them.
@@ -230,14 +230,14 @@ class ReplicatedGradients(UserWrappedGradients):
             replica._passes.end_update()
 
 
-def broadcast_models(train_state: TorchTrainState) -> None:
+def broadcast_models(registered: RegisteredObjects) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
-    tensors = [t.detach() for m in train_state.models for t in (*m.parameters(), *m.buffers())]
+    tensors = [t.detach() for m in registered.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
     digest = int.from_bytes(collectives.fingerprint(tensors)[:7])
-    if not train_state.collectives.all_ranks_equal(digest):
-        received = train_state.collectives.broadcast(lambda: tensors, 0)
+    if not registered.collectives.all_ranks_equal(digest):
+        received = registered.collectives.broadcast(lambda: tensors, 0)
         for own, value in zip(tensors, received, strict=False):
             if own.shape == value.shape:  # a buffer of another shape is a cache
                 own.copy_(value)
-        train_state.buffer_copies.take()
+        registered.buffer_copies.take()

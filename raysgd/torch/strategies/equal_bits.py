@@ -37,6 +37,7 @@ from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
 from raysgd.loop.update import Update
 from raysgd.torch import conflicts
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.orders import seed_all
 from raysgd.torch.strategies.data_parallel import GroupGradients, broadcast_models
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
@@ -49,7 +50,6 @@ from raysgd.torch.tensors import (
     scheduler_state,
     version_of,
 )
-from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "num_shards"
 _MODE = 'exact="bits"'
@@ -72,24 +72,24 @@ class EqualBitsGradients(GroupGradients):
     why_optimizer_step = _MODE
     num_workers = 1  # gradients are summed
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        super().__init__(train_state)
-        self._precision, self._update = train_state.precision, train_state.update
-        self._num_parts = train_state.settings.options.layout.num_full_parts(1)
-        self._buffers, self._metrics = EqualBitsBuffers(train_state), PartMetrics(train_state)
+    def __init__(self, registered: RegisteredObjects) -> None:
+        super().__init__(registered)
+        self._precision, self._update = registered.precision, registered.update
+        self._num_parts = registered.options.layout.num_full_parts(1)
+        self._buffers, self._metrics = EqualBitsBuffers(registered), PartMetrics(registered)
         self._clear()
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         super().wrap()
-        _check_modules(self._train_state.models)
+        _check_modules(self._registered.models)
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        call, options = f"TorchTrainer({_MODE})", self._train_state.settings.options
-        conflicts.check("equal bits", call, options, self._train_state.models)
+        call, options = f"TorchTrainer({_MODE})", self._registered.options
+        conflicts.check("equal bits", call, options, self._registered.models)
 
     def start_together(self) -> None:
-        broadcast_models(self._train_state)
+        broadcast_models(self._registered)
 
     def _clear(self) -> None:
         self._gradients: dict[int, PartGradients] = {}  # by ID of the optimizer
@@ -99,12 +99,12 @@ class EqualBitsGradients(GroupGradients):
 
     def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
-        self._metrics = PartMetrics(self._train_state)
-        if not self._train_state.context.distributed:
+        self._metrics = PartMetrics(self._registered)
+        if not self._registered.context.distributed:
             return
-        own = kind_of(self._train_state.settings.device)
-        first = self._train_state.collectives.broadcast(lambda: own, 0)
-        if self._train_state.collectives.any_rank(own != first):
+        own = kind_of(self._registered.device)
+        first = self._registered.collectives.broadcast(lambda: own, 0)
+        if self._registered.collectives.any_rank(own != first):
             raise RuntimeError(
                 f"{_MODE} needs workers of one kind, but worker 0 has {first}, and "
                 f"another worker differs (this one has {own}). Choose equal hosts with "
@@ -128,24 +128,24 @@ class EqualBitsGradients(GroupGradients):
     # ---- hooks of a step
 
     def begin_call(self, logs_steps: bool) -> None:
-        self.end_epoch(self._train_state.epoch)
+        self.end_epoch(self._registered.position.epoch)
 
     def end_epoch(self, epoch: int) -> None:
         """Seed the generators for code of the next ``train_epoch`` before its first batch."""
-        seed_all(hash((self._train_state.position.seed, epoch)))
+        seed_all(hash((self._registered.position.seed, epoch)))
 
     def begin_update(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""
         self._scales = [t.clone() for t in self._precision.scale_tensors()]
-        self._schedulers = list(map(scheduler_state, self._train_state.schedulers))
+        self._schedulers = list(map(scheduler_state, self._registered.schedulers))
 
     def begin_micro_batch(self, update: Update) -> None:
-        owned = self._train_state.data.current.partition.owned_parts
+        owned = self._registered.data.current.partition.owned_parts
         if update.index > 0:
             self._end_part()
             for optimizer in update.optimizer_steps.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
-        for model in self._train_state.models:  # also of parameters that no optimizer has yet
+        for model in self._registered.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
         self._buffers.begin(owned[update.index % len(owned)], is_first=update.index <= 0)
         self._num_operations = _num_operations()
@@ -155,7 +155,7 @@ class EqualBitsGradients(GroupGradients):
         if self._stepped:
             self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
-            step = self._train_state.global_step
+            step = self._registered.position.global_step
             raise RuntimeError(_SHARDS_DIFFER.format(_MODE, step))
         self._stepped, self._stepped_before = [], self._stepped
 
@@ -168,14 +168,14 @@ class EqualBitsGradients(GroupGradients):
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            self._train_state.buffer_copies.write(self._train_state.buffer_copies.values)
+            self._registered.buffer_copies.write(self._registered.buffer_copies.values)
         self._clear()
 
     def roll_back(self, update: Update) -> None:
         if update.optimizer_steps.done:
             for scale, before in zip(self._precision.scale_tensors(), self._scales, strict=True):
                 scale.copy_(before)
-            schedulers = self._train_state.schedulers
+            schedulers = self._registered.schedulers
             for scheduler, state in zip(schedulers, self._schedulers, strict=True):
                 load_scheduler(scheduler, state)
         self._clear()
@@ -185,7 +185,7 @@ class EqualBitsGradients(GroupGradients):
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients of a part, when its optimizer would step."""
         if not self._stepped and _num_operations() != self._num_operations:
-            self._train_state.micro_batching.refuse(
+            self._registered.refuse_split(
                 "train_batch communicates with other workers",
                 "leave out collectives and messages, also in hooks of the backward pass.",
             )
@@ -198,7 +198,7 @@ class EqualBitsGradients(GroupGradients):
             )
         optimizer.zero_grad(set_to_none=True)
         if (count := self._update.losses.counted_items) is not None:
-            device = self._train_state.settings.device
+            device = self._registered.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         of_optimizer = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
         is_last = self._update.micro_batch.step_index == self._update.plan.num_steps - 1
@@ -212,7 +212,7 @@ class EqualBitsGradients(GroupGradients):
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the sum over all parts into the gradients. Every rank must call this."""
-        update, optimizers = self._update, self._train_state.optimizers
+        update, optimizers = self._update, self._registered.optimizers
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers, 1)}
         if not update.is_open or id(optimizer) not in numbers:
             raise RuntimeError(
@@ -224,7 +224,7 @@ class EqualBitsGradients(GroupGradients):
         own = self._gradients.pop(id(optimizer))
         kind = 2 * numbers[id(optimizer)] + (update.losses.counted_items is not None)
         flags = self._reduce_flags(kind, [*own.flags, *self._buffers.changes()])
-        partition: EpochPartition = self._train_state.data.current.partition
+        partition: EpochPartition = self._registered.data.current.partition
         total = sum_over_workers(own.tree, self._num_parts, partition.shares)
         if update.losses.counted_items is not None:
             *total, count = total
@@ -246,12 +246,12 @@ class EqualBitsGradients(GroupGradients):
         if not dist.is_initialized():
             return list(flags)
         # Messages of different optimizers have equal sizes, so that they can be compared.
-        optimizers = self._train_state.optimizers
+        optimizers = self._registered.optimizers
         width = max(sum(len(g["params"]) for g in o.param_groups) for o in optimizers)
-        padding = [0] * (width + len(self._train_state.buffer_copies.values) - len(flags))
-        step = self._train_state.global_step
+        padding = [0] * (width + len(self._registered.buffer_copies.values) - len(flags))
+        step = self._registered.position.global_step
         sent = [step, kind, -step, -kind, *flags, *padding]
-        maxima = torch.tensor(sent, dtype=torch.int64, device=self._train_state.settings.device)
+        maxima = torch.tensor(sent, dtype=torch.int64, device=self._registered.device)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         max_step, max_kind, minus_min_step, minus_min_kind, *agreed = maxima.tolist()
         if (max_step, max_kind) != (-minus_min_step, -minus_min_kind):
@@ -290,8 +290,8 @@ class PartGradients:
 class EqualBitsBuffers:
     """The buffers after each part. Each part begins with the buffers of the step's start."""
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        self._train_state = train_state
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self._registered = registered
         self.clear()
 
     def clear(self) -> None:
@@ -301,9 +301,9 @@ class EqualBitsBuffers:
     def begin(self, part: int, is_first: bool) -> None:
         """Restore the buffers that a part begins with, unless it `is_first`."""
         self.part = part
-        self._start = self._stored.get(part, self._train_state.buffer_copies.values)
+        self._start = self._stored.get(part, self._registered.buffer_copies.values)
         if not is_first:
-            self._train_state.buffer_copies.write(self._start)
+            self._registered.buffer_copies.write(self._start)
         self._versions = self._newest_versions()
 
     def check_unchanged(self) -> None:
@@ -315,13 +315,13 @@ class EqualBitsBuffers:
             )
 
     def _newest_versions(self) -> list[Any]:
-        buffers = self._train_state.buffer_copies.tensors()
+        buffers = self._registered.buffer_copies.tensors()
         return [None if b is None else (b.data_ptr(), version_of(b)) for b in buffers]
 
     def store(self) -> None:
         """Store the buffers that the part has changed."""
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
-        newest = zip(self._start, self._train_state.buffer_copies.tensors(), strict=True)
+        newest = zip(self._start, self._registered.buffer_copies.tensors(), strict=True)
         self._stored[self.part] = [
             before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
@@ -330,7 +330,7 @@ class EqualBitsBuffers:
     def changes(self) -> list[int]:
         """Return how to merge each buffer, as a number. The largest of all workers decides."""
         changes = []
-        for index, before in enumerate(self._train_state.buffer_copies.values):
+        for index, before in enumerate(self._registered.buffer_copies.values):
             kept = [each[index] for each in self._stored.values()]
             changes.append(max((_change(before, after) for after in kept), default=0))
         return changes
@@ -339,7 +339,7 @@ class EqualBitsBuffers:
         """Set floats to their old values and the mean of the changes, others as in part 0."""
         if not any(changes):
             return
-        before: list[Any] = self._train_state.buffer_copies.values
+        before: list[Any] = self._registered.buffer_copies.values
         merged, first = list(before), self._stored.get(0, before)
         is_distributed = dist.is_initialized()
         means, others, objects = ([i for i, c in enumerate(changes) if c == k] for k in (1, 2, 3))
@@ -357,18 +357,18 @@ class EqualBitsBuffers:
         if objects:
             contents = [first[i] for i in objects]
             if is_distributed:
-                contents = self._train_state.collectives.broadcast(lambda: contents, 0)
+                contents = self._registered.collectives.broadcast(lambda: contents, 0)
             for i, value in zip(objects, contents, strict=True):
                 merged[i] = value
         self.clear()
-        self._train_state.buffer_copies.write(merged)
+        self._registered.buffer_copies.write(merged)
         self._versions = self._newest_versions()
 
     def _mean_change(
         self, indices: Sequence[int], partition: EpochPartition
     ) -> Sequence[torch.Tensor]:
-        before: list[Any] = self._train_state.buffer_copies.values
-        plan, owned, tree = self._train_state.update.plan, partition.owned_parts, TreeSum()
+        before: list[Any] = self._registered.buffer_copies.values
+        plan, owned, tree = self._registered.update.plan, partition.owned_parts, TreeSum()
         for position, part in enumerate(owned):
             num_samples = sum(m.num_samples or 0 for m in plan.batches[position :: len(owned)])
             after: list[Any] = self._stored.get(part, before)
@@ -384,13 +384,13 @@ class PartMetrics:
     Each generation has its own object.
     """
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        self._train_state = train_state
+    def __init__(self, registered: RegisteredObjects) -> None:
+        self._registered = registered
         self._width = 64  # of a worker's message, in units of 4 bytes, until one is longer
 
     def all_gather(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
         """Return the metrics of all workers' parts."""
-        partition: EpochPartition = self._train_state.data.current.partition
+        partition: EpochPartition = self._registered.data.current.partition
         parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
         rows = [row for message in self._gather(pickle.dumps(own)) for row in pickle.loads(message)]
@@ -407,7 +407,7 @@ class PartMetrics:
             content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
             rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
             rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
-            rows = rows.to(self._train_state.settings.device)
+            rows = rows.to(self._registered.device)
             dist.all_reduce(rows)  # the rows of the other workers are zeros
             messages = [row.tobytes() for row in rows.cpu().numpy()]
             ends = [4 + int.from_bytes(message[:4], sys.byteorder) for message in messages]

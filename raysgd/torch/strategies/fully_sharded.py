@@ -22,6 +22,7 @@ from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import Replication
 from raysgd.loop.update import Update
 from raysgd.torch import collectives
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
@@ -30,7 +31,6 @@ from raysgd.torch.strategies.fsdp import ShardedModels
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.strategies.shards import PARAMETER, Piece, UpdateBuffers
 from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
-from raysgd.torch.train_state import TorchTrainState
 
 
 class FullyShardedModel(ShardedOptimizer, Replication):
@@ -40,26 +40,26 @@ class FullyShardedModel(ShardedOptimizer, Replication):
     can repeat its update. Parameters change when all workers have computed their updates.
 
     Args:
-        train_state: the training state, with the user's models and an elementwise optimizer. The
+        registered: the registered objects, with the user's models and an elementwise optimizer. The
             module objects stay the same. The optimizer gets new parameters in each generation.
         arguments: ``sharding_args`` of ``register``.
     """
 
-    def __init__(self, train_state: TorchTrainState, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, registered: RegisteredObjects, arguments: Mapping[str, Any]) -> None:
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise ImportError(
                 'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
                 f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
             )
-        if train_state.micro_batching.batch_norms:
+        if registered.micro_batching.batch_norms:
             why = "batch normalization may need fewer parts on some workers"
-            train_state.micro_batching.refuse(why)
-        models, (optimizer,) = train_state.models, train_state.optimizers
-        device, precision = train_state.settings.device, train_state.precision
+            registered.refuse_split(why)
+        models, (optimizer,) = registered.models, registered.optimizers
+        device, precision = registered.device, registered.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
         self.models = ShardedModels(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
-        whole = () if train_state.context.is_alone else self.models.parameters
+        whole = () if registered.context.is_alone else self.models.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
         """Complete parameters for `shard_state`, by index."""
         self._received: dict[int, UpdateBuffers] = {}
@@ -68,7 +68,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         if dist.get_world_size() > 1:
             collectives.broadcast_tensors([p.detach() for p in self.models.parameters], src=0)
         parameters = list(self.models.parameters)
-        super().__init__(optimizer, arguments.get("copies"), train_state, parameters)
+        super().__init__(optimizer, arguments.get("copies"), registered, parameters)
 
     def is_unsharded(self, owner: Any) -> bool:
         return False
@@ -118,7 +118,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
 
     def start_together(self) -> None:
         super().start_together()
-        self._train_state.buffer_copies.receive(0)()
+        self._registered.buffer_copies.receive(0)()
 
     # ---- state of this worker
 
@@ -156,7 +156,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
     def shard_state(self) -> None:
         super().shard_state()
         self._values = {}
-        is_alone = self._train_state.context.is_alone  # a replacement places its rows when it joins
+        is_alone = self._registered.context.is_alone  # a replacement places its rows when it joins
         if dist.is_initialized() and not is_alone:
             self._shard_models()
 
@@ -251,11 +251,11 @@ class FullyShardedGradients(GroupGradients):
     keeps_all_equal = True
     needs_warm_up = False  # a replacement worker has no rows yet
 
-    def __init__(self, train_state: TorchTrainState) -> None:
-        super().__init__(train_state)
-        sharded: Any = train_state.replication
+    def __init__(self, registered: RegisteredObjects) -> None:
+        super().__init__(registered)
+        sharded: Any = registered.replication
         self._models: ShardedModels = sharded.models
-        self._synced_models = [m for m in train_state.models if not ddp.only_running_statistics(m)]
+        self._synced_models = [m for m in registered.models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
     def check_trained(self) -> None:

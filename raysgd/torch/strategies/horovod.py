@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,14 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.update import Update
-from raysgd.torch.saved_state import TorchSavedState
-from raysgd.torch.strategies.data_parallel import GroupGradients
-from raysgd.torch.tensors import parameters_of
+from raysgd.torch.strategies.data_parallel import GroupGradients, broadcast_models
+from raysgd.torch.tensors import (
+    load_optimizer,
+    load_scheduler,
+    optimizer_state,
+    parameters_of,
+    scheduler_state,
+)
 
 
 class HorovodGradients(GroupGradients):
@@ -28,18 +34,22 @@ class HorovodGradients(GroupGradients):
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         super().wrap()
-        train_state, own = self._train_state, arguments["horovod_args"]
-        buffers = [buffer for model in train_state.models for buffer in model.buffers()]
-        trained = [p for model in train_state.models for p in model.parameters() if p.requires_grad]
+        registered, own = self._registered, arguments["horovod_args"]
+        buffers = [buffer for model in registered.models for buffer in model.buffers()]
+        trained = [p for model in registered.models for p in model.parameters() if p.requires_grad]
         compressed = "compression" in own  # Horovod then averages another dtype
         check_dtypes([str(t.dtype) for t in (buffers if compressed else [*buffers, *trained])])
-        self._arguments = {"backward_passes_per_step": train_state.accumulation_steps, **own}
+        self._arguments = {"backward_passes_per_step": registered.accumulation_steps, **own}
         self._distributed: dict[int, Any] = {}
         self.begin_generation()
 
     def start_together(self) -> None:
-        saved_state = TorchSavedState(self._train_state)
-        saved_state.load(self._train_state.collectives.broadcast(saved_state.read, 0))
+        broadcast_models(self._registered)
+        broadcast = self._registered.collectives.broadcast
+        for optimizer in self._registered.optimizers:
+            load_optimizer(optimizer, broadcast(partial(optimizer_state, optimizer), 0), True)
+        for scheduler in self._registered.schedulers:
+            load_scheduler(scheduler, broadcast(partial(scheduler_state, scheduler), 0))
 
     def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""
@@ -50,11 +60,11 @@ class HorovodGradients(GroupGradients):
             # If the graph of a failed step still exists, its hooks must never start an exchange.
             for parameter in before._allreduce_delay:
                 before._allreduce_delay[parameter] = sys.maxsize
-        for optimizer in self._train_state.optimizers:
+        for optimizer in self._registered.optimizers:
             own = set(map(id, parameters_of(optimizer)))
             named = [
                 (f"{number}.{name}", parameter)
-                for number, model in enumerate(self._train_state.models)
+                for number, model in enumerate(self._registered.models)
                 for name, parameter in model.named_parameters()
                 if id(parameter) in own
             ]

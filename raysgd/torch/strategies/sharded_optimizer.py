@@ -27,6 +27,7 @@ from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import Replication, StepFeature
 from raysgd.loop.update import Update
 from raysgd.torch import collectives
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
     Piece,
     ShardLayout,
@@ -38,7 +39,6 @@ from raysgd.torch.strategies.shards import (
     plan_transfers,
 )
 from raysgd.torch.tensors import copy_all, parameters_of
-from raysgd.torch.train_state import TorchTrainState
 
 _PARTIAL = -1
 """Version of a partly updated state, which is unusable."""
@@ -54,7 +54,7 @@ class ShardedOptimizer(StepFeature):
     Args:
         optimizer: one of `raysgd.torch.tensors.ELEMENTWISE`, with averaged gradients.
         copies: see `ShardLayout`.
-        train_state: the training state.
+        registered: the registered objects.
         parameters: parameters that are sharded too, by rows. None if each worker has the complete
             parameters. The layout then covers those of the optimizer, also if they are frozen.
     """
@@ -65,11 +65,11 @@ class ShardedOptimizer(StepFeature):
         self,
         optimizer: torch.optim.Optimizer,
         copies: int | None,
-        train_state: TorchTrainState,
+        registered: RegisteredObjects,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._train_state = train_state
+        self._registered = registered
         optimized: list[Any] = parameters_of(optimizer)
         numbers = {parameter: number for number, parameter in enumerate(optimized)}
         self._parameters: Sequence[torch.Tensor] = parameters or optimized
@@ -145,7 +145,7 @@ class ShardedOptimizer(StepFeature):
     def _await_workers(self) -> None:
         """Wait until all workers have come this far, so that either all or none update."""
         if self._layout.size > 1:
-            self._train_state.collectives.barrier()
+            self._registered.collectives.barrier()
 
     def _receive_gradients(self) -> None:
         """Receive gradients of copied shards, if workers have only those of their own."""
@@ -166,7 +166,7 @@ class ShardedOptimizer(StepFeature):
         self._restore_params()
         for piece in self._pieces:
             piece.version = self._version + 1
-        if self._train_state.update.optimizer_steps.in_optimizer_step:
+        if self._registered.update.optimizer_steps.in_optimizer_step:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self._apply_updates()
@@ -297,7 +297,7 @@ class ShardedOptimizer(StepFeature):
                 broadcasts = collectives.broadcast_state(make, src, self._device, wanted)
                 messages += [m for t, m in zip(sent, broadcasts, strict=True) if rank in t.dst]
             pieces += [Piece(*message) for message in messages]
-        self._train_state.collectives.barrier()  # after this, no worker needs the old shards
+        self._registered.collectives.barrier()  # after this, no worker needs the old shards
         self._pieces, self._buffers = pieces, {}
         self._token, self._version, self._committed_version = token, version, version
         layout.compute_shards()
@@ -320,11 +320,11 @@ class ShardedOptimizer(StepFeature):
 class ShardedOptimizers(Replication):
     """Several sharded optimizers. Every worker has the complete models."""
 
-    def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
-        self._optimizers = train_state.optimizers
+    def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
+        self._optimizers = registered.optimizers
         self.features: list[ShardedOptimizer] = [
-            ShardedOptimizer(each, sharding_args.get("copies"), train_state)
-            for each in train_state.optimizers
+            ShardedOptimizer(each, sharding_args.get("copies"), registered)
+            for each in registered.optimizers
             if any(parameter.requires_grad for parameter in parameters_of(each))
         ]
 

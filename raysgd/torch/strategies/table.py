@@ -11,6 +11,7 @@ import torch
 from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.feature import Replication
 from raysgd.torch import conflicts
+from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
 from raysgd.torch.strategies.data_parallel import (
@@ -22,7 +23,6 @@ from raysgd.torch.strategies.equal_bits import EqualBitsGradients
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.horovod import HorovodGradients
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizers
-from raysgd.torch.train_state import TorchTrainState
 
 
 class Strategy(NamedTuple):
@@ -31,8 +31,8 @@ class Strategy(NamedTuple):
     `Options.layout` is the third part of a strategy.
     """
 
-    new_exchange: Callable[[TorchTrainState], GradientExchange]
-    new_replication: Callable[[TorchTrainState, Mapping[str, Any]], Replication] = lambda *_: (
+    new_exchange: Callable[[RegisteredObjects], GradientExchange]
+    new_replication: Callable[[RegisteredObjects, Mapping[str, Any]], Replication] = lambda *_: (
         Replication()
     )
     """Gets ``sharding_args``. By default, every worker has the whole state."""
@@ -60,7 +60,7 @@ STRATEGIES = {
     "replicated": Strategy(ReplicatedGradients),
     "optimizer": Strategy(ReplicatedGradients, ShardedOptimizers, ("copies",), check_shardable),
     "full": Strategy(
-        lambda train_state: _fully_sharded().FullyShardedGradients(train_state),
+        lambda registered: _fully_sharded().FullyShardedGradients(registered),
         lambda *arguments: _fully_sharded().FullyShardedModel(*arguments),
         sharding_args=("copies", "wrap"),
         check=check_fully_shardable,
@@ -70,7 +70,7 @@ STRATEGIES = {
 
 
 def as_sharding_args(
-    train_state: TorchTrainState,
+    registered: RegisteredObjects,
     sharding: Any,
     arguments: Any,
     models: Sequence[torch.nn.Module],
@@ -89,7 +89,7 @@ def as_sharding_args(
                 f"sharding too: {shown}."
             )
         return {}
-    strategy, options = STRATEGIES[sharding], train_state.settings.options
+    strategy, options = STRATEGIES[sharding], registered.options
     allowed = strategy.sharding_args or ()
     if unknown := sorted(str(name) for name in sharding_args if name not in allowed):
         raise ValueError(
@@ -99,9 +99,9 @@ def as_sharding_args(
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
     if "copies" in sharding_args:
         as_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
-    call, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
+    call, scales = f'register(sharding="{sharding}")', registered.precision.scales_loss
     conflicts.check(sharding, call, options, models, ddp_args, scales)
-    strategy.check(call, models, train_state.optimizers)
+    strategy.check(call, models, registered.optimizers)
     return sharding_args
 
 

@@ -98,7 +98,7 @@ class Worker:
         )
         self.saved_state = self.runner._hosted_loop.saved_state
         self.saved_state.copy_from = self.copy_state
-        train_state.exchange.all_reduce_sum = self.total
+        train_state.registered.exchange.all_reduce_sum = self.total
         train_state.set_features([Exchange(self), *train_state.features])
         self.is_new = True
 

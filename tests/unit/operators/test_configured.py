@@ -57,7 +57,7 @@ def test_a_scheduler_can_count_the_steps_of_an_epoch():
     config["scheduler"] = torch.optim.lr_scheduler.StepLR
     with local(Scheduled, config, scheduler_step_freq="batch") as trainer:
         trainer.train()
-        (scheduler,) = trainer.get_local_operator()._train_state.schedulers
+        (scheduler,) = trainer.get_local_operator()._train_state.registered.schedulers
         assert scheduler.last_epoch == 3
 
 
@@ -140,7 +140,7 @@ def test_other_keys_are_ignored(caplog):
 
 def test_numpy_numbers_are_accepted():
     operator = build(lr=np.float32(0.5), gradient_accumulation_steps=np.int64(2))
-    assert operator._train_state.accumulation_steps == 2
+    assert operator._train_state.registered.accumulation_steps == 2
     assert operator.optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -209,6 +209,6 @@ def test_ignored_targets_do_not_count_in_a_workers_weight(operator_cls, config, 
         found.append(count)
         return count
 
-    operator._train_state.exchange.all_reduce_sum = total
+    operator._train_state.registered.exchange.all_reduce_sum = total
     operator.train_batch(batch, {})
     assert found == counts

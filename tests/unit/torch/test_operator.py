@@ -301,7 +301,7 @@ def test_only_an_overridden_num_items_communicates():
     for overridden in (False, True):
         methods = {"num_items": lambda self, batch: None} if overridden else {}
         operator = run_operator(type("Counting", (Classifier,), methods))
-        operator._train_state.exchange.all_reduce_sum = asked
+        operator._train_state.registered.exchange.all_reduce_sum = asked
         if overridden:  # also if it returns None, because other workers may return a count
             with pytest.raises(AssertionError):
                 operator.train_batch(BATCH, {})

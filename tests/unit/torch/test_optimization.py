@@ -161,7 +161,7 @@ def flat(*models):
 
 def use_small_scale(trainer):
     """Set a loss scale at which nothing overflows."""
-    precision = trainer.get_local_operator()._train_state.precision
+    precision = trainer.get_local_operator()._train_state.registered.precision
     if scaler := getattr(precision, "scaler", None):
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
 
@@ -347,7 +347,7 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     operator = run_operator(with_train_batch(function))
     state = operator._train_state
     elastic = ElasticConfig(shares=shares)
-    state.settings.options = dataclasses.replace(state.settings.options, elastic=elastic)
+    state.registered.options = dataclasses.replace(state.settings.options, elastic=elastic)
     update = state.update
     update.plan = UpdatePlan((MicroBatch(num_samples=6),), total_samples=8)
     update.begin_micro_batch(MicroBatch(num_samples=6))

@@ -126,7 +126,7 @@ class Rivals(TrainingOperator):
     def advance(self):
         for rival in self.rivals:
             rival.step()
-        for scheduler in self._train_state.schedulers:
+        for scheduler in self._train_state.registered.schedulers:
             of_plateau = isinstance(scheduler, Lr.ReduceLROnPlateau)
             scheduler.step(1.0) if of_plateau else scheduler.step()
 
@@ -156,9 +156,8 @@ def test_scheduler_follows_its_own_optimizer(schedulers, order):
     change(then, now, heir)
     for _ in range(3):
         assert heir.rates() == pytest.approx(always.rates())
-        for mine, other in zip(
-            heir._train_state.schedulers, always._train_state.schedulers, strict=True
-        ):
+        pair = heir._train_state.registered, always._train_state.registered
+        for mine, other in zip(*(each.schedulers for each in pair), strict=True):
             assert mine.get_last_lr() == pytest.approx(other.get_last_lr())
         heir.advance()
         always.advance()

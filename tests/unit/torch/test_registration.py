@@ -42,7 +42,7 @@ def make_registration(device=CPU, context=None, config_batch=None, **options):
 
 
 def register(train_state, models=None, optimizers=None, *more, **others):
-    features, models = OperatorFeatures(train_state), models or linear()
+    features, models = OperatorFeatures(train_state.registered), models or linear()
     optimizers = optimizers or sgd(models)
     return registration.register(train_state, features, models, optimizers, *more, **others)
 
@@ -66,8 +66,8 @@ def test_trained_criterion_is_also_a_model():
     ):
         train_state = make_registration()
         results = register(train_state, given, optimized, loss)
-        assert (results[0], results[2], train_state.models) == (given, loss, models)
-        assert train_state.given_models == (both if given is both else [model])
+        assert (results[0], results[2], train_state.registered.models) == (given, loss, models)
+        assert train_state.registered.given_models == (both if given is both else [model])
     saved_state = TorchSavedState(train_state)
     older = saved_state.read()
     assert len(older["models"]) == 2
@@ -136,7 +136,7 @@ def frozen_linear():
 
 def registered(train_state, models, *optimized):
     register(train_state, models, sgd(*optimized))
-    train_state.exchange.use_wrappers([])
+    train_state.registered.exchange.use_wrappers([])
     return train_state
 
 
@@ -144,7 +144,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     model, train_state = linear(), distributed(world_size=1)
     wrapped = register(train_state, model)[0]
     model.requires_grad_(False)
-    train_state.exchange.use_wrappers([])
+    train_state.registered.exchange.use_wrappers([])
     train_state.begin_generation(train_state.context)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
@@ -156,7 +156,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
     wrapped = register(train_state, model, sgd(model), gradient_accumulation_steps=2)[0]
-    train_state.exchange.use_wrappers([])
+    train_state.registered.exchange.use_wrappers([])
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     for feature in train_state.features:
@@ -201,12 +201,12 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         model, train_state = linear(), distributed(wrap_ddp=wrap_ddp)
         register(train_state, model)
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
-        train_state.exchange.use_wrappers(wrappers)
-        replication = train_state.replication
+        train_state.registered.exchange.use_wrappers(wrappers)
+        replication = train_state.registered.replication
         loads = replication.loads_leader_state
         assert [loads(False, new) for new in (False, True)] == [follows, True]
         assert not loads(True, False)
-        assert train_state.exchange.num_workers == 1 + follows
+        assert train_state.registered.exchange.num_workers == 1 + follows
 
 
 def test_static_graph_with_accumulation_is_an_error(process_group):

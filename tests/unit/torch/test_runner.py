@@ -110,11 +110,11 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
     monkeypatch.setattr(collectives, "broadcast_state", lambda *_: state)
 
     def broadcast(make, rank):
-        if make != train_state.buffer_copies.tensors:
+        if make != train_state.registered.buffer_copies.tensors:
             return make()
         if is_lost:
             raise ConnectionError
-        return leader._train_state.buffer_copies.tensors()
+        return leader._train_state.registered.buffer_copies.tensors()
 
     train_state.collectives.broadcast = broadcast
     with pytest.raises(ConnectionError) if is_lost else contextlib.nullcontext():

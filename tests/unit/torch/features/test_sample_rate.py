@@ -21,8 +21,8 @@ def clock(monkeypatch):
 
 def make():
     model = torch.nn.Linear(2, 1)
-    settings = SimpleNamespace(device=torch.device("cpu"))
-    return model, SampleRate(SimpleNamespace(settings=settings, models=[model]))
+    registered = SimpleNamespace(device=torch.device("cpu"), models=[model])
+    return model, SampleRate(registered)
 
 
 def step(clock, model, speed, size, seconds):

@@ -479,7 +479,7 @@ def test_workers_average_gradients(process_group):
         done.set_result(bucket.buffer())
         return done
 
-    (model,) = operator._train_state.models
+    (model,) = operator._train_state.registered.models
     model.register_comm_hook(None, average)
     operator.train_epoch(iter(loader()))
     assert len(averaged) == 5

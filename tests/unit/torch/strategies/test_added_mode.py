@@ -20,20 +20,20 @@ class LocalModels(Replication, StepFeature):
 
     replicates = False
 
-    def __init__(self, state, sharding_args):
-        self._train_state, self._every, self.features = state, sharding_args["every"], (self,)
+    def __init__(self, registered, sharding_args):
+        self._registered, self._every, self.features = registered, sharding_args["every"], (self,)
 
     def start_together(self):
-        broadcast_models(self._train_state)
+        broadcast_models(self._registered)
 
     def commit(self, update):
-        if self._train_state.global_step % self._every == 0:
+        if self._registered.position.global_step % self._every == 0:
             self.before_export()
 
     def before_export(self):
-        state = self._train_state
-        for parameter in (p for model in state.models for p in model.parameters()):
-            torch.distributed.all_reduce(parameter.detach().div_(state.context.world_size))
+        registered = self._registered
+        for parameter in (p for model in registered.models for p in model.parameters()):
+            torch.distributed.all_reduce(parameter.detach().div_(registered.context.world_size))
 
 
 def make(seed):
@@ -63,7 +63,7 @@ class Case(cases.Case):
     def run(self, rank):
         """Return the batch of each step, and the parameters after it."""
         with pytest.MonkeyPatch.context() as patch:
-            local = Strategy(lambda state: GradientExchange(), LocalModels, ["every"])
+            local = Strategy(lambda _: GradientExchange(), LocalModels, ["every"])
             patch.setitem(STRATEGIES, "local", local)
             runner, found = self.start(rank), []
         for step in range(1, NUM_STEPS + 1):

@@ -212,7 +212,7 @@ class Differing(Case):
         runner = self.start(rank)
         with pytest.raises(RuntimeError, match=r"the shards of step 2 .* only for some of them"):
             runner.handle(TrainRequest(call_number=0, until_step=3))
-        replication = runner._train_state.exchange
+        replication = runner._train_state.registered.exchange
         replication.begin_generation()
         torch.set_num_threads(1 + rank)
         with pytest.raises(RuntimeError, match=r"needs workers of one kind.* 1 threads"):
@@ -273,7 +273,7 @@ def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
 
 class Exchanging(Case):
     def run(self, rank):
-        share = self.start(rank)._train_state.exchange._metrics.all_gather
+        share = self.start(rank)._train_state.registered.exchange._metrics.all_gather
         for size in (0, 40, 300, 5000, 10):
             texts = [str(3 * rank + i) * size * (1 + rank) for i in range(3)]
             shared = share([({"text": text}, 2.0, False) for text in texts])

@@ -100,7 +100,7 @@ def test_phases_have_the_same_order_in_every_mode(process_group, mode):
     runner = TorchRunner(TorchOptions(training_operator_cls=Small, config=register, **options))
     context = WorkerContext(distributed=mode != "one worker")
     assert calls_of(REGISTER, lambda: runner.setup(context)) == REGISTER
-    state = runner.operator._train_state
+    state = runner.operator._train_state.registered
     request = TrainRequest(call_number=0, until_step=1)
     skipped = set() if "replication" in own else {"_begin_step", "_end_step"}
     found = calls_of(STEP, lambda: runner.handle(request))

@@ -178,7 +178,7 @@ def test_random_losses_give_the_result_of_one_process(workers, given):
 
 
 def divided(optimizer, copies=None):
-    each = ShardedOptimizer(optimizer, copies, TorchTrainState(OperatorSettings()))
+    each = ShardedOptimizer(optimizer, copies, TorchTrainState(OperatorSettings()).registered)
     each.wrap_steps()
     return each
 
@@ -408,5 +408,5 @@ def test_later_changes_that_sharding_does_not_support_raise(process_group):
         operator._step_features.averaging.start(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Set requires_grad earlier"):
-        train_state.replication.check_trained()
+        train_state.registered.replication.check_trained()
     model[0].weight.requires_grad_(True)

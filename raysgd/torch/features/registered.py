@@ -1,0 +1,73 @@
+"""What ``register`` makes, and what features, exchanges, and replications use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd._internal.context import WorkerContext
+from raysgd._internal.forwarding import forward_to
+from raysgd.loop.feature import Replication, StepFeature
+from raysgd.loop.train_state import TrainState
+from raysgd.torch.features.micro_batching import TorchMicroBatching
+from raysgd.torch.features.rollback import BufferCopies
+from raysgd.torch.frozen_parameters import FrozenParameters
+from raysgd.torch.input.loading import TorchSources
+from raysgd.torch.options import OperatorSettings
+from raysgd.torch.precision import PRECISIONS
+from raysgd.torch.strategies.exchange import GradientExchange
+
+
+class RegisteredObjects:
+    """The registered objects of one worker, and all else that features may use.
+
+    `TorchTrainState` creates it before ``setup``. Only `register` and `GradientExchange`, which
+    wraps models, replace attributes. No feature has the training state. If a feature needs the
+    segment in progress, its caller passes it.
+    """
+
+    def __init__(self, settings: OperatorSettings, data: TorchSources, owner: TrainState) -> None:
+        self._settings = settings
+        # From before ``setup`` to the end of the worker, these are the same objects.
+        self.options, self.device = settings.options, settings.device
+        self.warn_once = settings.warn_once
+        self.data = data
+        """The loaders of ``register_data``, and how the workers partition them."""
+        self.position = owner.position
+        """The global step, epoch, and offset, which each commit changes."""
+        self.update = owner.update
+        self.timing = owner.timing
+        self.collectives = owner.collectives
+        self.precision = PRECISIONS[self.options.use_fp16](self.device, self.options.amp_dtype)
+        self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
+        self.refuse_split = self.micro_batching.refuse
+        self.features: Sequence[StepFeature] = owner.features
+        """All features, in the order of their hooks. `register` fills this list."""
+        self.features_with: Mapping[str, Sequence[StepFeature]] = owner.features_with
+        """Those that override a hook of an update, by the name of the hook."""
+        # `register` sets these, in this order. After ``setup``, `models` has wrappers of user code.
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.num_criteria = 0
+        """Number of criteria with trained parameters, which are the last of `models`."""
+        self.schedulers: list[Any] = []
+        self.models: list[torch.nn.Module] = []
+        self.replication = Replication()
+        self.exchange = GradientExchange()
+        self.accumulation_steps = 1
+        self.frozen = FrozenParameters()
+        self.buffer_copies = BufferCopies([], self.collectives)
+        self.criteria: list[Any] = []
+
+    context: WorkerContext = forward_to("_settings.context", "Rank and size of this generation.")
+
+    @property
+    def given_models(self) -> list[torch.nn.Module]:
+        """The models that the user registered as models, without criteria."""
+        return self.models[: len(self.models) - self.num_criteria]
+
+    @property
+    def has_all_parameters(self) -> bool:
+        """Whether every worker has all parameters."""
+        return all(map(self.replication.is_unsharded, self.models))
