@@ -84,7 +84,8 @@ class BadSteps:
     """Number of bad updates in a call. The next one raises a :class:`raysgd.errors.BadStepsError`.
     """
     spike: float | None = None
-    """An update is also bad if its loss is more than `spike` times the median of the last 100."""
+    """An update is also bad if its loss is above `spike` times the absolute median of the last 100,
+    unless this is 0."""
 
     def __post_init__(self) -> None:
         set_fields(self, max_skipped=as_int("BadSteps", "max_skipped", self.max_skipped, 0))

@@ -46,5 +46,9 @@ class GradientExchange(StepFeature):
 
         The norm covers all workers.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad  # for embeddings
+            for p in parameters
+            if p.grad is not None
+        ]
         return parameters, total_norm(gradients)

@@ -230,6 +230,36 @@ def test_samples_of_other_data_are_integers(samples, options):
         assert [each["samples"] for each in trainer.bad_steps] == [SAMPLES]
 
 
+def test_sparse_gradients_have_a_norm(tmp_path):
+    class Sparse(TrainingOperator):
+        def setup(self, config):
+            model = torch.nn.Embedding(NUM_SAMPLES, 1, sparse=True)
+            optimizer = torch.optim.SparseAdam(model.parameters())
+            self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+            self.register_data(train_loader=DataLoader(range(NUM_SAMPLES), BATCH))
+
+        def train_batch(self, batch, batch_info):
+            loss = (self.model(batch) * batch.where(batch != BAD, math.nan)).mean()
+            self.backward(loss)
+            self.optimizer_step(self.optimizer)
+            return {"train_loss": loss.item(), "num_samples": len(batch)}
+
+    with local(Sparse, {}, bad_steps=BadSteps(), logdir=tmp_path) as trainer:
+        trainer.fit(1, validate_every=None, log_every=1, verbose=False)
+        assert [each["samples"] for each in trainer.bad_steps] == [SAMPLES]
+    assert '"grad_norm": ' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_losses_below_zero_are_no_spikes():
+    class Negative(Regression):
+        def register(self, **given):
+            return super().register(**{**given, "criterion": lambda *pair: -pair[0].exp().mean()})
+
+    with trainer_of({"kind": "none"}, operator=Negative) as trainer:
+        trainer.train()
+        assert trainer.bad_steps == []
+
+
 def test_one_warning_has_all_bad_steps_of_a_call(caplog):
     class Twice(Regression):
         def train_batch(self, batch, batch_info):
