@@ -13,7 +13,7 @@ from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.tf.features import KerasOptimization, ReplicaSync
 from raysgd.tf.keras import named_arrays, policy_name
 from raysgd.tf.layer_state import flat_layers
-from raysgd.tf.losses import BatchLosses, losses_without_means
+from raysgd.tf.losses import BatchLosses, compiled_objects, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
 
 
@@ -99,8 +99,13 @@ def _as_optimizer(train_state: KerasTrainState, optimizer: Any) -> Any:
 
 def build_registered(train_state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
-    # `build` of a subclassed model may leave its layers unbuilt.
     models, data = train_state.models, train_state.data
+    if models and compiled_objects(models[0]) != train_state.losses.compiled_at_register:
+        raise RuntimeError(
+            "setup compiled a model after register(), which had taken its optimizer, loss, and "
+            "metrics. Call compile() first."
+        )
+    # `build` of a subclassed model may leave its layers unbuilt.
     if len(models) == 1 and not (models[0].built and models[0].weights):
         sources = map(data.readable, filter(data.has, ("train", "validation")))
         spec = next((source.batch_spec() for source in sources if source.is_partitioned), None)

@@ -307,6 +307,17 @@ def test_another_phase_of_training_is_an_error_that_names_the_way(change):
         assert all((a == b).all() for a, b in zip(weights, found, strict=True))
 
 
+def test_a_model_is_compiled_before_it_is_registered():
+    class Late(Digits):
+        def register(self, models, **others):
+            registered = super().register(models, **others)
+            models.compile("sgd", "mse")
+            return registered
+
+    with pytest.raises(RuntimeError, match=r"after register.*Call compile\(\) first"):
+        TFTrainer(training_operator_cls=Late, config={}, use_local=True)
+
+
 def test_batch_idx_counts_in_the_call_across_pauses():
     class Indexed(Digits):
         def train_batch(self, batch, batch_info):
