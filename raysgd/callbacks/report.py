@@ -11,8 +11,9 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any
 
 from raysgd._internal.files import replacing
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 _COUNTS = ("epoch", "batch_count", "num_samples", "profile")
 _MARKS = {"lost": "lost", "grown": "joined", "moved": "joined", "restarted": "restarted"}
 """Kinds of events with their marks in the charts."""
+_MAX_GROUPS = 500
+"""Number of groups of points or parts of a line. A browser cannot draw all of a long run."""
 _SCRIPT = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
 _STYLE = """
 body { margin: 2rem auto; padding: 0 1rem; max-width: 72rem; font-family: system-ui, sans-serif; }
@@ -122,6 +125,8 @@ class RunLog:
                 reached = min(reached, resumed_at)
             elif "step" not in record and record["global_step"] <= reached:
                 self.calls.append(record)
+                if record["kind"] in ("train", "step"):  # repeats steps if a file was loaded before
+                    reached = record["global_step"]
             elif record["kind"] == "started" and before:
                 step = before["step"] if "step" in before else before["global_step"]
                 # The event does not know the state that its trainer has loaded since.
@@ -129,6 +134,7 @@ class RunLog:
                 self.interruptions.append((record["step"], record["time"] - before["time"]))
                 resumed_at = None
         self.calls.reverse()
+        self.calls.sort(key=lambda call: call["global_step"])
         self.interruptions.reverse()
         self.idle_s: float = sum(seconds for _, seconds in self.interruptions)
 
@@ -227,7 +233,7 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
         if call["seconds"] > 0
     ]
     if speeds:
-        yield _chart(log, "Samples per second", {"samples/s": speeds})
+        yield _chart(log, "Samples per second", {"samples/s": _extremes(speeds)})
     if phases := _phases(log):
         yield _chart(log, "Milliseconds per step", phases, starts_at_0=True)
     if log.events:
@@ -244,24 +250,41 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
 
 
 def _phases(log: RunLog) -> dict[str, list[Any]]:
-    """Return a stack for each call: the mean milliseconds per step of each phase."""
+    """Return a stack for each group of calls: the mean milliseconds per step of each phase."""
     calls = max(log.calls_of("step"), log.calls_of("train"), key=len)
     lines: dict[str, list[Any]] = {phase: [] for phase in PHASES}
     step = log.steps()[0]
-    for call in calls:
-        seconds = _seconds_by_phase(call)
-        tops = accumulate((1000 * seconds.get(phase, 0.0) for phase in PHASES), initial=0.0)
-        for phase, (base, top) in zip(PHASES, pairwise(tops), strict=True):
+    for group in _groups(calls):
+        seconds = [*map(_seconds_by_phase, group)]
+        means = (1000 * fmean(each.get(phase, 0.0) for each in seconds) for phase in PHASES)
+        for phase, (base, top) in zip(
+            PHASES, pairwise(accumulate(means, initial=0.0)), strict=True
+        ):
             if top > base:
-                lines[phase].append((step, call["global_step"], base, top))
-        step = call["global_step"]
+                lines[phase].append((step, group[-1]["global_step"], base, top))
+        step = group[-1]["global_step"]
     return {name: parts for name, parts in lines.items() if parts}
+
+
+def _groups(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Divide items into groups of equal length, up to the last one."""
+    size = -(-len(items) // _MAX_GROUPS)
+    for start in range(0, len(items), size or 1):
+        yield items[start : start + size]
+
+
+def _extremes(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the points with the lowest and the highest value of each group."""
+    if len(points) <= 2 * _MAX_GROUPS:
+        return points
+    ranked = (sorted(group, key=itemgetter(1)) for group in _groups(points))
+    return [point for group in ranked for point in sorted((group[0], group[-1]))]
 
 
 def _seconds_by_phase(call: Record) -> dict[str, float]:
     """Return the mean seconds per step of each phase, or nothing if they are unknown."""
     speed = call.get("speed", {})
-    return {name: mean(speed[f"{name}_s"]) for name in PHASES if f"{name}_s" in speed}
+    return {name: fmean(speed[f"{name}_s"]) for name in PHASES if f"{name}_s" in speed}
 
 
 def _table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
@@ -280,7 +303,7 @@ def _metric_charts(log: RunLog) -> Iterator[str]:
                 continue
             if points := [(call["global_step"], v) for v, call in _values(calls, name)]:
                 shown = f"{name}, by step" if kind == "step" else name
-                charts.setdefault(_group_of(name), {})[shown] = points
+                charts.setdefault(_group_of(name), {})[shown] = _extremes(points)
     for title, lines in charts.items():
         if lines:
             yield _chart(log, title, lines)

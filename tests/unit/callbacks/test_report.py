@@ -175,6 +175,9 @@ def test_steps_that_a_later_run_repeated_are_not_kept(tmp_path):
     assert [c["time"] for c in RunLog(tmp_path).calls_of("train")] == [110, 220, 230]
     (line,) = charts(make_report(tmp_path).read_text())["Workers"]["lines"]
     assert line == ["workers", [[0, 2], [5, 3], [11, 2], [15, 2]]]
+    loaded = [call(240, 5, 12), call(250, 5, 10, kind="validate")]  # a file of step 10, twice
+    write(tmp_path, [run(100), run(200, 5), *calls, *loaded], events)
+    assert [c["time"] for c in RunLog(tmp_path).calls] == [110, 220, 250, 240]
 
 
 def test_only_committed_steps_count_as_goodput(tmp_path):
@@ -222,6 +225,20 @@ def test_phases_of_the_steps_are_stacked_over_time(tmp_path):
     text = make_report(tmp_path).read_text()
     lines = charts(text)["Milliseconds per step"]["lines"]
     assert lines == [["forward", [[0, 5, 0, 3], [5, 10, 0, 503]]]], "other phases took no time"
+
+
+def test_a_long_run_has_a_small_page_with_all_extremes(tmp_path):
+    calls = [call(n, 1, n, loss=float(n % 7)) for n in range(1, 3001)]
+    for record in calls:
+        record["speed"] = {"forward_s": [0.002, 0.004]}
+    calls[1234]["metrics"]["loss"] = 99.0
+    write(tmp_path, [run(0), *calls])
+    drawn = charts(make_report(tmp_path).read_text())
+    ((_, points),), ((_, parts),) = (
+        drawn[title]["lines"] for title in ("Loss", "Milliseconds per step")
+    )
+    assert len(points) <= 1000 and [1235, 99.0] in points and points == sorted(points)
+    assert len(parts) == 500 and parts[-1] == [2994, 3000, 0, pytest.approx(3)]
 
 
 def test_charts_share_steps_and_marks_and_have_gaps(tmp_path):
