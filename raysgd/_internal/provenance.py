@@ -36,7 +36,7 @@ def process_provenance() -> Mapping[str, Any]:
     if path.parent in commands:  # a command such as raysgd, or python -m raysgd
         path = Path.cwd() / path.name
     if commit := _git(path, "describe", "--always", "--dirty", "--abbrev=64", "--exclude=*"):
-        is_new = _git(path, "status", "--porcelain", "--", path.name) != ""
+        is_new = path.is_file() and not _git(path, "ls-files", "--", path.name)
         facts["commit"] = commit.removesuffix("-dirty")
         facts["dirty"] = is_new or commit.endswith("-dirty")
     return facts
@@ -44,7 +44,14 @@ def process_provenance() -> Mapping[str, Any]:
 
 def _git(script: Path, *arguments: str) -> str:
     """Return the output of git, or "" without git or a repository."""
-    command = ["git", "--no-optional-locks", "-C", str(script.parent), *arguments]
+    command = [
+        "git",
+        "--no-optional-locks",
+        "--literal-pathspecs",
+        "-C",
+        str(script.parent),
+        *arguments,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -111,7 +111,9 @@ def test_a_script_has_the_commit_of_its_repository(repository, tmp_path):
         assert facts_of("-c", command, cwd=repository)["commit"] == commit
     (repository / "new.py").write_text(PRINT)
     assert facts_of(repository / "train.py")["dirty"] is False
-    assert facts_of(repository / "new.py")["dirty"] is True
+    for ignored in ("", "new.py"):
+        (repository / ".git" / "info" / "exclude").write_text(ignored)
+        assert facts_of(repository / "new.py")["dirty"] is True
     with (repository / "train.py").open("a") as file:
         file.write("\n")
     assert facts_of(repository / "train.py")["dirty"] is True
