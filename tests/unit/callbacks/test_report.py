@@ -237,8 +237,11 @@ def test_a_long_run_has_a_small_page_with_all_extremes(tmp_path):
     ((_, points),), ((_, parts),) = (
         drawn[title]["lines"] for title in ("Loss", "Milliseconds per step")
     )
-    assert len(points) <= 1000 and [1235, 99.0] in points and points == sorted(points)
-    assert len(parts) == 500 and parts[-1] == [2994, 3000, 0, pytest.approx(3)]
+    assert len(points) <= 1000
+    assert [1235, 99.0] in points
+    assert points == sorted(points)
+    assert len(parts) == 500
+    assert parts[-1] == [2994, 3000, 0, pytest.approx(3)]
 
 
 def test_charts_share_steps_and_marks_and_have_gaps(tmp_path):
