@@ -168,7 +168,6 @@ class ShardedModels:
         self.release()
         for index, value in enumerate(values):
             parameter = torch.nn.Parameter(value, self.trained[index])
-            self.parameters[index] = parameter
             for module, name in self._owners[index]:
                 setattr(module, name, parameter)
 
