@@ -92,7 +92,7 @@ def operators():
 
 
 def is_left_alone(node):
-    """Whether a node is part of a type, a message, or a signature."""
+    """Whether a node is part of a type, a message, a signature, or an assertion."""
     if node.type == "decorator":
         return node.children[1].get_code().strip() in TYPING_DECORATORS
     if node.type == "operator" and (
@@ -107,6 +107,7 @@ def is_left_alone(node):
             or (parent.type == "funcdef" and node is parent.annotation)
             or (node.type == "if_stmt" and _begins(node, "if TYPE_CHECKING:"))
             or (node.type == "atom_expr" and _begins(node, "logger.", "warnings.warn("))
+            or (node.type == "argument" and _begins(node, "strict="))  # of zip, like an assertion
             or node.type == "raise_stmt"
         ):
             return True

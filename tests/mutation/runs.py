@@ -17,7 +17,7 @@ from tests.mutation.mutants import ROOT, digest
 TESTS = ["tests/unit", "tests/blackbox/simulation", "tests/blackbox/golden"]
 MOST_TESTS = 200
 """Number of tests that may run for one mutant."""
-LIMIT_S = 600
+LIMIT_S = 1800
 """Seconds that the tests of one mutant may take. A mutant that takes longer is killed."""
 WORK = ROOT / "build" / "mutation"
 TREE = WORK / "tree"
@@ -97,8 +97,10 @@ def tests_of(mutant):
     if "" in contexts.get(mutant.line, ()):
         found = tests(contexts)  # a line that runs at import can affect the whole file
     else:
-        found = next(filter(None, map(tests, _lines_around(mutant))), ())
+        found = next(filter(None, map(tests, _lines_around(mutant))), None)
     own, folder = f"test_{path.name}::", f"tests/unit/{path.parent.relative_to('raysgd')}/"
+    if found is None:  # perhaps in a process that was killed before it stored its data
+        found = [test for test in tests(contexts) if own in test]
     near = {test: (own not in test, folder not in test) for test in found}
     chosen = sorted(near, key=lambda test: (near[test], digest(test)))[:MOST_TESTS]
     return sorted(chosen, key=lambda test: (near[test], test))  # fixtures of a file run once
