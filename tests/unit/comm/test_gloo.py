@@ -299,6 +299,7 @@ for work in reversed(works):
 assert small.tolist() == [3.0] * 3 and bool((large == 3).all())
 assert all(work.is_completed() for work in works)
 assert works[0].result()[0] is small
+assert works[1].result()[0].data_ptr() == large.data_ptr()
 assert mesh._num_started == before + 1
 assert group.collective() is None
 
@@ -361,7 +362,7 @@ def test_small_reductions_go_by_the_mesh_with_the_same_bits():
 
 SCATTERED = """
 import datetime, sys
-import torch, torch.distributed as dist
+import pytest, torch, torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed._functional_collectives import (
     all_gather_tensor,
@@ -393,7 +394,7 @@ mine, theirs = torch.full((3,), float(rank)), torch.zeros(3)
 num_collectives = group._running._num_collectives
 works = [dist.isend(mine, 1 - rank), dist.irecv(theirs, 1 - rank)]
 for work in works:
-    work.wait()
+    assert work.wait(datetime.timedelta(seconds=60))
 assert theirs.tolist() == [1.0 - rank] * 3 and all(work.is_completed() for work in works)
 if rank:
     dist.send(mine, 0)
@@ -407,6 +408,8 @@ if rank == 0:
         all_gather_tensor(part, 0, group),
         reduce_scatter_tensor(torch.arange(4.0), "sum", 0, group),
     ]
+    with pytest.raises(RuntimeError, match=r"gloo/ Timed out after 0\\.1 s\\."):
+        works[0].wait(datetime.timedelta(seconds=0.1))
     group.interrupt()
     for waits in works:
         try:

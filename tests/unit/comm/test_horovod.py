@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import socket
+import threading
 import urllib.request
 
 import pytest
@@ -164,6 +165,7 @@ def test_rendezvous_listens_on_loopback_and_ignores_strangers():
     rendezvous = backend.prepare(["127.0.0.1"] * 2)
     place = (rendezvous.host, rendezvous.port)
     assert listeners() - before == {place} == {("127.0.0.1", rendezvous.port)}
+    assert next(t for t in threading.enumerate() if t.name == "raysgd-horovod").daemon
     with contextlib.ExitStack() as strangers:
         for said in [b"", b"G", b"\xff" * 100, b"PUT / HTTP/1.1\r\n"] * 10:
             strangers.enter_context(socket.create_connection(place)).sendall(said)

@@ -120,11 +120,14 @@ def test_different_reductions_are_an_error_on_all_ranks():
 
 def test_an_interruption_ends_the_wait_and_refuses_all_later_calls():
     with meshes(3) as made:
-        started = begin(made[0], torch.ones(3))
+        started, waiting = (begin(mesh, torch.ones(3)) for mesh in made[:2])
         made[0].interrupt()
         for each in (started, begin(made[0], torch.ones(3), in_thread=False)):
             with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted"):
                 each.result(PATIENCE_S)
+        made[2].interrupt()
+        with pytest.raises(RuntimeError, match="gloo/ The connection to rank 2 broke"):
+            waiting.result(PATIENCE_S)
 
 
 def test_waits_time_out_and_accept_huge_timeouts(pair):

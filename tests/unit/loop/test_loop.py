@@ -384,7 +384,7 @@ def test_validation_counts_the_steps_of_the_group(start, rank, firsts):
 
 
 def test_profile_names_the_stages_of_a_step(start):
-    trainer, _ = start()
+    trainer, operator = start()
     trained = trainer.train(profile=True)["profile"]
     assert set(trained) == {
         "mean_train_epoch_s",
@@ -397,6 +397,9 @@ def test_profile_names_the_stages_of_a_step(start):
     assert set(validated) == {"mean_validation_s", "mean_eval_fwd_s"}
     assert all(seconds >= 0 for seconds in [*trained.values(), *validated.values()])
     assert trained["mean_train_epoch_s"] >= trained["mean_fwd_s"]
+    for call in (trainer.train, trainer.validate):
+        assert "profile" not in call()
+    assert operator.timers.stats() == {}
 
 
 def test_profile_has_the_phases_of_this_call(start, monkeypatch):
@@ -414,14 +417,6 @@ def test_profile_has_the_phases_of_this_call(start, monkeypatch):
     trainer.train(num_steps=2)
     profile = trainer.train(num_steps=3, profile=True)["profile"]
     assert (profile["mean_grad_s"], profile["mean_apply_s"]) == (2, 0)
-
-
-def test_without_profile_nothing_is_timed(start):
-    trainer, operator = start()
-    trainer.train(profile=True)
-    assert "profile" not in trainer.train()
-    assert "profile" not in trainer.validate()
-    assert operator.timers.stats() == {}
 
 
 # ---- schedulers
@@ -569,6 +564,7 @@ def test_a_data_set_takes_the_place_of_the_train_loader_and_begins_at_its_beginn
         result = trainer.train(dataset=data)
         assert (result["epoch"], result["num_samples"], result["batch_count"]) == (epoch, 10, 3)
     trainer.train(dataset=data, num_steps=1)
+    assert operator._train_state.data.batching()[f"dataset {data.uid}"] == (4, False)
     trainer.train(dataset=items(6))
     assert trainer.train()["num_samples"] == 40
     of_items = [*range(100, 110), *range(100, 110), *range(100, 104), *range(100, 106)]

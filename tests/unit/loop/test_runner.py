@@ -71,6 +71,9 @@ def test_warm_up_computes_gradients_and_changes_nothing(shares, num_batches):
     elastic = ElasticConfig(shares=shares)
     runner = make_runner(Counting, num_workers=2, elastic=elastic)
     train_state = runner.operator._train_state
+    if shares == "even":  # no feature needs it
+        runner.warm_up()
+        assert runner.operator.begun == []
     train_state.set_features([*train_state.features, WarmedUp()])
     before = state_of(runner)
     numbers, generators = RandomGenerators().state(), torch.get_rng_state()
@@ -85,14 +88,6 @@ def test_warm_up_computes_gradients_and_changes_nothing(shares, num_batches):
     assert {p.grad for p in runner.operator.model.parameters()} == {None}
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
-
-
-def test_operator_without_features_that_need_it_has_no_warm_up():
-    runner = make_runner(Counting)
-    for feature in runner.operator._train_state.features:
-        assert not feature.needs_warm_up
-    runner.warm_up()
-    assert runner.operator.begun == []
 
 
 def test_warm_up_that_fails_is_a_warning(caplog):
@@ -188,9 +183,10 @@ def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
     runner.operator._train_state.settings.context = WorkerContext()
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
     seen, before = [], runner.progress().num_changes
-    runner.operator.fail = lambda info, when: seen.append(runner.progress().snapshot_step)
+    runner.operator.fail = lambda info, when: seen.append(runner.progress())
     runner.handle(ValidateRequest(call_number=1))
-    assert (seen[0], runner.progress().snapshot_step) == (5, None)
+    assert [each.num_samples for each in seen] == [0, 8, 16, 24, 32]
+    assert (seen[0].snapshot_step, runner.progress().snapshot_step) == (5, None)
     assert runner.progress().num_changes > before
     runner.operator.fail = lambda info, when: None
     runner.handle(TrainRequest(call_number=2, until_step=6))

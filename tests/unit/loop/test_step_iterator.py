@@ -81,18 +81,20 @@ def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
     assert train_state.global_step == 1
 
 
-def test_all_ranks_end_when_one_has_no_batch_left():
-    answers = iter([True, False])
-    asked = []
+def test_all_ranks_end_when_one_has_no_batch_left_and_are_not_asked_at_a_pause():
+    """At a pause, all ranks stop. A rank that asked the others would wait forever."""
+    asked, answers = [], [False, True, True, True]
 
     def agree(has_batch):
         asked.append(has_batch)
-        return next(answers)
+        return answers.pop()
 
+    train_state, steps = make_steps(range(5), steps_left=None, agree=agree)
+    assert groups_of(train_state, steps, pause=2, after=1) == [[0], [1]]
+    assert (asked, steps.epoch_is_over) == ([True, True], False)
     _, steps = make_steps(range(5), steps_left=None, agree=agree)
     assert list(steps) == [0]
-    assert asked == [True, True]
-    assert steps.epoch_is_over
+    assert (asked, steps.epoch_is_over) == ([True] * 4, True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -117,22 +119,6 @@ def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
         next(steps)
         means.append(steps.step_s)
     assert means == [0.0, 2.0, 3.0]
-
-
-# ---- pauses
-
-
-def test_at_a_pause_the_ranks_are_not_asked_for_batches():
-    """All ranks stop at the pause. A rank that asked the others would wait forever."""
-    asked = []
-
-    def agree(has_batch):
-        asked.append(has_batch)
-        return has_batch
-
-    train_state, steps = make_steps(range(5), steps_left=None, agree=agree)
-    assert groups_of(train_state, steps, pause=2, after=1) == [[0], [1]]
-    assert asked == [True, True]
 
 
 # ---- groups of batches that make one update
