@@ -16,7 +16,7 @@ from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLa
 from raysgd.errors import CheckpointError
 
 _KINDS = {"at": "a stream", "order": "a map-style data set", "length": "unpartitioned data"}
-"""Kinds of data, by the first of these keys that their positions have."""
+"""`BatchSource.data_kind` of a saved position, by the first of these keys that it has."""
 
 
 def once(iterable: Iterable[Any]) -> Iterator[Any]:
@@ -80,9 +80,10 @@ class BatchSource:
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     num_collated: int | None = None  # samples that the loader joined in the newest batch, if known
     update_digest = 0  # of the samples up to the newest step, if workers compare it in updates
-    reads_everything = False  # every worker reads all samples, and uses its part
-    position_key = "length"  # of `_KINDS`
-    who_reads = "every worker reads and uses all of it"  # the samples, for messages
+    # For messages: the kind of the data, who reads the samples, and how one worker could read each.
+    data_kind = "unpartitioned data"
+    who_reads = "every worker reads and uses all of it"
+    reading_advice = ""
 
     def __init__(
         self,
@@ -92,10 +93,10 @@ class BatchSource:
         why_not_partitioned: str = "",
     ) -> None:
         self.loader = loader
-        self.by_user = by_user or own_ranks(loader) is not None  # user code selects the part
-        if self.by_user and not self.is_partitioned:
-            self.who_reads = "your code selects the part of each worker"
         self.why_not_partitioned = why_not_partitioned
+        if not self.is_partitioned and (by_user or own_ranks(loader) is not None):
+            self.why_not_partitioned = ""
+            self.who_reads = "your code selects the part of each worker"
         self._has_length = has_length and length_of(loader) is not None
         self._unfinished: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
         self._iteration: Any = None  # the newest iterator over the loader
@@ -173,12 +174,11 @@ class BatchSource:
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         """Raise CheckpointError if the data is not that of a saved `position`."""
-        own_kind = _KINDS[self.position_key]
-        kind = next((kind for key, kind in _KINDS.items() if key in position), own_kind)
-        if kind != own_kind:
+        kind = next((kind for key, kind in _KINDS.items() if key in position), self.data_kind)
+        if kind != self.data_kind:
             raise CheckpointError(
                 f"The checkpoint was saved within an epoch of {kind}, but the train loader has "
-                f"{own_kind}. Use the same data, or load a checkpoint of the end of an epoch."
+                f"{self.data_kind}. Use the same data, or load a checkpoint of the end of an epoch."
             )
         saved, own = position.get("length"), self._data_length
         if None not in (saved, own) and saved != own:

@@ -212,7 +212,22 @@ class Loop:
                 raise RetrySplitError(split) from error
             raise
         self._rest = segment.rest
-        self._end_segment(segment, as_metrics(operator.train_epoch, result), request)
+        metrics = as_metrics(operator.train_epoch, result)
+        if segment.num_steps or not segment.was_read:
+            num_steps = max(1, segment.num_steps)
+            self.call_progress.add(segment.start_step, with_weight(metrics, num_steps))
+        if not segment.was_read:  # the loop has its own batches, and may have counted them
+            own_step = int(operator.global_step)
+            train_state.position.global_step = max(segment.start_step, own_step)
+        if train_state.global_step == segment.start_step and not segment.has_paused:
+            self._handle_empty_segment(segment, request.until_epoch or 0)
+        train_state.end_segment()
+        self.call_progress.state.keeps_modes = segment.has_paused
+        self.step_s = segment.step_s
+        # If the loop returns before its iterator ends, the epoch is over too.
+        if segment.epoch_is_over or (limit is None and not segment.has_paused):
+            self._rest = None
+            train_state.end_epoch()
 
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> StepIterator:
         train_state, call = self.train_state, self.call_progress.state
@@ -220,7 +235,9 @@ class Loop:
             call.began_at = request.start_step
         elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.began_at = train_state.global_step
-        train_state.begin_segment(call.began_at, call.keeps_modes)
+        train_state.position.call_began_at = call.began_at
+        train_state.keeps_modes = call.keeps_modes
+        train_state.user_set_step = train_state.update.meters = None
         call.keeps_modes = False
         self.snapshots.maybe_take(begins=True)
         train_state.resume_modes()
@@ -266,26 +283,6 @@ class Loop:
         if self._rest is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         return steps_left, agree_on_batch
-
-    def _end_segment(
-        self, segment: StepIterator, metrics: Mapping[str, Any], request: TrainRequest
-    ) -> None:
-        train_state = self.train_state
-        if segment.num_steps or not segment.was_read:
-            num_steps = max(1, segment.num_steps)
-            self.call_progress.add(segment.start_step, with_weight(metrics, num_steps))
-        if not segment.was_read:  # the loop has its own batches, and may have counted them
-            own_step = int(self.operator.global_step)
-            train_state.position.global_step = max(segment.start_step, own_step)
-        if train_state.global_step == segment.start_step and not segment.has_paused:
-            self._handle_empty_segment(segment, request.until_epoch or 0)
-        train_state.end_segment()
-        self.call_progress.state.keeps_modes = segment.has_paused
-        self.step_s = segment.step_s
-        # If the loop returns before its iterator ends, the epoch is over too.
-        if segment.epoch_is_over or (segment.limit is None and not segment.has_paused):
-            self._rest = None
-            train_state.end_epoch()
 
     def _end_at_bad_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""

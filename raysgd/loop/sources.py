@@ -14,7 +14,6 @@ from raysgd._internal.paths import without_secrets
 from raysgd._internal.provenance import without_homes
 from raysgd.data import Dataset
 from raysgd.data.source import BatchSource, length_of, own_ranks
-from raysgd.data.stream import GroupedStream
 from raysgd.loop.options import Settings
 
 logger = logging.getLogger(__name__)
@@ -62,21 +61,18 @@ class DataSources(ABC):
             loader = GeneratorFunction(loader)
         source = self.wrap(loader, training=training)
         options = self._settings.options
-        if source.reads_everything and options.num_workers > 1:
-            advice = "use a data set that can be indexed, or raysgd.data.Stream for files"
-            if isinstance(getattr(loader, "dataset", loader), GroupedStream):
-                advice = "use the Stream without group and skip_broken"
+        if source.reading_advice and options.num_workers > 1:
             self._settings.warn_once(
-                advice,
+                source.reading_advice,
                 "%s: %s: %s. To read each sample on one worker only, %s.",
                 argument,
                 source.describe(),
                 source.who_reads,
-                advice,
+                source.reading_advice,
             )
-        is_read_by_all = not source.is_partitioned and not source.by_user
         # With fixed parts, an error follows.
-        if is_read_by_all and options.num_workers > 1 and not options.layout.has_fixed_parts:
+        warns = options.num_workers > 1 and not options.layout.has_fixed_parts
+        if source.why_not_partitioned and warns:
             self._settings.warn_once(
                 argument,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "
@@ -92,7 +88,7 @@ class DataSources(ABC):
     def has(self, name: str) -> bool:
         return name in self._sources
 
-    def source(self, name: str) -> Any:
+    def source(self, name: str) -> BatchSource:
         """Return the source of the train or validation loader."""
         if not self.has(name):
             raise missing_loader(name)

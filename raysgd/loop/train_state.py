@@ -120,10 +120,6 @@ class TrainState(ABC):
 
     # ---- steps
 
-    def begin_segment(self, call_began_at: int, keeps_modes: bool) -> None:
-        self.position.call_began_at, self.keeps_modes = call_began_at, keeps_modes
-        self.user_set_step = self.update.meters = None
-
     def end_segment(self) -> None:
         self.step_iterator = None
         self.position.call_began_at = self.global_step  # if user code calls train_epoch itself

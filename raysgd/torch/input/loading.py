@@ -115,7 +115,7 @@ class PartitionedLoader(PartitionedSource):
     it without communication.
     """
 
-    position_key = "order"
+    data_kind = "a map-style data set"
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, **partition_arguments: Any) -> None:
         self.epoch_order = EpochOrder(loader)

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 
 from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import PartitionedSource, length_of
-from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
+from raysgd.data.stream import GroupedStream, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_seek, in_processes, name_of
 
@@ -32,8 +32,8 @@ class StreamSource(PartitionedSource):
     processes. It does not depend on the number of workers.
     """
 
-    reads_everything = True
-    position_key = "at"
+    data_kind = "a stream"
+    reading_advice = "use a data set that can be indexed, or raysgd.data.Stream for files"
     order_sampler = None
     epoch_samples = 0
 
@@ -51,6 +51,8 @@ class StreamSource(PartitionedSource):
             "every worker reads all samples, and uses its part. A resumed run begins to read "
             f"{'where a checkpoint ends' if resumes else 'at the start of the epoch'}"
         )
+        if isinstance(getattr(loader, "dataset", loader), GroupedStream):
+            self.reading_advice = "use the Stream without group and skip_broken"
         self._saved: Mapping[str, Any] = {}
         self.close_workers()
 

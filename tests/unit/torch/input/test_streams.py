@@ -454,7 +454,7 @@ def test_hugging_face_stream_that_has_changed_since_the_checkpoint_is_an_error()
 def test_hugging_face_stream_that_is_split_by_node_is_left_to_the_user():
     split = pytest.importorskip("datasets.distributed").split_dataset_by_node
     loader = DataLoader(split(hugging_face(24), 0, 2), batch_size=4)
-    assert wrap(loader, world_size=2).by_user
+    assert "your code" in wrap(loader, world_size=2).who_reads
 
 
 # ---- streams that give other samples
