@@ -78,7 +78,7 @@ class UpdateSchedulersRequest(Request):
 class StateRequest(Request):
     """Return the state, or a worker's shard of it, on CPU."""
 
-    frozen: bool = True  # also the frozen parameters that `setup` makes
+    frozen: bool  # also the frozen parameters that `setup` makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class SaveRequest(Request):
 
     driver_entries: Mapping[str, Any]
     generators: Sequence[Any]  # of all workers
-    frozen: bool = True  # as in `StateRequest`
+    frozen: bool  # as in `StateRequest`
     label: str  # name of the file in messages
 
 
