@@ -21,6 +21,11 @@ def build(dtype=torch.float32, **arguments):
 hvd.init()
 """
 HELD = """
+model, optimizer, exchange = build(backward_passes_per_step=2)
+for planned, passes in ((1, 2), (3, 3), (2, 2), (1, 2)):
+    exchange.begin_update(SimpleNamespace(num_planned=planned))
+    (distributed,) = exchange._distributed.values()
+    assert distributed.backward_passes_per_step == passes
 model, optimizer, exchange = build()
 held = model(torch.ones(1, 3)).sum()
 exchange.roll_back(None)
