@@ -78,11 +78,11 @@ class Optimization(StepFeature):
             self.checks.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
         self._update.optimizer_steps.optimizers = optimizers
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before_optimizer_step)
-            optimizer.register_step_post_hook(self._after_optimizer_step)
+            optimizer.register_step_pre_hook(self._step_pre_hook)
+            optimizer.register_step_post_hook(self._step_post_hook)
             for inner in inner_optimizers(optimizer):
                 if inner not in optimizers:
-                    inner.register_step_pre_hook(self._before_inner_step)
+                    inner.register_step_pre_hook(self._inner_step_pre_hook)
         self._registered.replication.wrap_steps()
 
     # ---- a micro-batch
@@ -151,14 +151,14 @@ class Optimization(StepFeature):
         finally:
             steps.in_optimizer_step = False
         if steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
-            self._after_optimizer_step(optimizer)
+            self._step_post_hook(optimizer)
         optimizer.zero_grad(set_to_none=True)
         if update.losses.num_earlier:
             for parameter in parameters_of(optimizer):
                 self._accumulated.restored.pop(parameter, None)
         return True
 
-    def _before_optimizer_step(
+    def _step_pre_hook(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         update, exchange = self._update, self._registered.exchange
@@ -186,13 +186,13 @@ class Optimization(StepFeature):
 
         return args[:1], {**kwargs, "closure": averaging}
 
-    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _step_post_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._registered.optimizers:
             self._update.optimizer_steps.end(optimizer)
             if not self._update.optimizer_steps.in_optimizer_step:
                 self._registered.timing.begin(OTHER)
 
-    def _before_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._update.optimizer_steps.have_begun = True
         self._registered.exchange.average(optimizer)
 

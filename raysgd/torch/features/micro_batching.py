@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from raysgd.loop.update import Update
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.options import OperatorSettings
 
+Models: TypeAlias = Callable[[], Sequence[torch.nn.Module]]
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
 """Messages that identify errors without their own class."""
 _NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, because {}."
@@ -30,12 +31,7 @@ class TorchMicroBatching(MicroBatching):
     _num_samples: float = 0
     """Samples of the current batch; 0 if unknown."""
 
-    def __init__(
-        self,
-        settings: OperatorSettings,
-        update: Update,
-        models: Callable[[], Sequence[torch.nn.Module]],
-    ) -> None:
+    def __init__(self, settings: OperatorSettings, update: Update, models: Models) -> None:
         super().__init__(settings, update)
         self._models = models
 

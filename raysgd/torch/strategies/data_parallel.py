@@ -165,7 +165,7 @@ class ReplicatedGradients(UserWrappedGradients):
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        self._replicas = [w for w in self._wrappers if isinstance(w, ReplicatedModel)]
+        self._passes = [w._passes for w in self._wrappers if isinstance(w, ReplicatedModel)]
 
     def start_together(self) -> None:
         broadcast_models(self._registered)
@@ -187,8 +187,8 @@ class ReplicatedGradients(UserWrappedGradients):
                 for parameter in wrapper.parameters():  # which user code averages
                     stepped.pop(parameter, None)
         averaged: dict[torch.nn.Parameter, Any] = {}
-        for replica in self._replicas:
-            averaged |= replica._passes.take_averages(stepped)
+        for passes in self._passes:
+            averaged |= passes.take_averages(stepped)
         if not any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
             return
         try:
@@ -213,21 +213,21 @@ class ReplicatedGradients(UserWrappedGradients):
         model counts as skipped if it had a backward pass in the previous update. Without a pass and
         without steps of optimizers, the first one counts. Every rank must call this.
         """
-        untrained = [each for each in self._replicas if each._passes.first_pass is None]
-        skipped = [each for each in untrained if each._passes.first_pass_before is not None]
-        skipped.sort(key=lambda each: each._passes.first_pass_before or 0)
-        if not update.optimizer_steps.done and len(untrained) == len(self._replicas):
+        untrained = [each for each in self._passes if each.first_pass is None]
+        skipped = [each for each in untrained if each.first_pass_before is not None]
+        skipped.sort(key=lambda each: each.first_pass_before or 0)
+        if not update.optimizer_steps.done and len(untrained) == len(self._passes):
             skipped = (skipped or untrained)[:1]
-        parameters = [parameter for model in skipped for parameter in model.parameters()]
+        parameters = [parameter for each in skipped for parameter in each.model.parameters()]
         if any(parameter.grad is not None for parameter in parameters):
             return  # user code accumulates gradients
-        for model in skipped:
-            model._passes.complete_skipped()
+        for passes in skipped:
+            passes.complete_skipped()
 
     def commit(self, update: Update) -> None:
         super().commit(update)
-        for replica in self._replicas:
-            replica._passes.end_update()
+        for passes in self._passes:
+            passes.end_update()
 
 
 def broadcast_models(registered: RegisteredObjects) -> None:

@@ -3,7 +3,7 @@
 The workers average gradients in the last micro-batch of an update:
 
 1. DistributedDataParallel averages in the first backward pass after a forward pass.
-2. `_Passes._end_pass` runs after each pass. It completes the averages of the first one, for
+2. `BackwardPasses._end_pass` runs after each pass. It completes the averages of the first one, for
    unused parameters and those that were frozen at first, and averages all gradients of later ones.
 3. `ReplicatedGradients.average` runs before the step of an optimizer. If gradients are new or
    changed since the last pass, it averages all gradients of the optimizer.
@@ -26,170 +26,7 @@ from raysgd._internal import step_timing
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.tensors import call_after_backward, leaves_in, version_of
 
-_METHODS_OF_THE_MODULE = (
-    "__bool__",
-    "__delitem__",
-    "__getitem__",
-    "__iter__",
-    "__len__",
-    "__setitem__",
-    "_apply",
-    "add_module",
-    "apply",
-    "load_state_dict",
-    "named_buffers",
-    "named_children",
-    "named_modules",
-    "named_parameters",
-    "register_buffer",
-    "register_load_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_module",
-    "register_parameter",
-    "register_state_dict_post_hook",
-    "register_state_dict_pre_hook",
-    "state_dict",
-    "train",
-)
-"""Methods of a wrapper that call the module's methods, so that names have no prefix."""
-
 _pass_numbers = itertools.count()
-
-
-class _Passes:
-    """The backward passes of a replicated model in an update, and what they have averaged.
-
-    This is an object of its own, because each change of a module's attribute takes many calls.
-    """
-
-    def __init__(self, model: ReplicatedModel) -> None:
-        self._model = model
-        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
-        self.parameters = [parameter for name, parameter in named if name not in ignored]
-        self.reduced = [p for p in self.parameters if p.requires_grad]
-        """The parameters whose gradients a backward pass averages."""
-        self.initially_frozen = [p for p in self.parameters if not p.requires_grad]
-        self.awaits_pass = False
-        """Whether the next backward pass averages gradients, because a forward pass prepared it."""
-        self.is_in_backward = False
-        """Whether a backward pass is in progress."""
-        self.averaged: Mapping[torch.nn.Parameter, Any] = {}
-        """Averaged gradients, to detect changes until an optimizer steps."""
-        self.first_pass: int | None = None
-        """Number of the first backward pass of this update that computed gradients. It orders
-        models."""
-        self.first_pass_before: int | None = None
-        """The same for the previous update."""
-        self.watches_parameters = False
-        """Whether hooks of the parameters detect backward passes, and not only hooks of outputs."""
-
-    def end_forward(self, output: Any) -> None:
-        """Watch for the backward pass of an output."""
-        self.awaits_pass, self.is_in_backward = True, False  # an earlier pass may have failed
-        may_hide_tensors = False
-        for leaf in leaves_in(output):
-            if not isinstance(leaf, torch.Tensor):
-                may_hide_tensors |= not isinstance(leaf, int | float | str | None)
-            elif leaf.requires_grad:
-                leaf.register_hook(self.begin_pass)
-        if may_hide_tensors and not self.watches_parameters:
-            self.watches_parameters = True
-            for parameter in filter(is_trainable, self.parameters):  # now or later
-                required = parameter.requires_grad
-                parameter.requires_grad_(True).register_hook(self.begin_pass)
-                parameter.requires_grad_(required)
-
-    def begin_pass(self, _: torch.Tensor) -> None:
-        # Otherwise, this is within a pass, such as one that recomputes a checkpoint.
-        if not self.is_in_backward and self._model.require_backward_grad_sync:
-            self.is_in_backward = True
-            before = list(map(gradient_of, self.reduced))
-            # A callback of a callback runs after the callback of DistributedDataParallel.
-            phase = step_timing.begin_phase(step_timing.BACKWARD, any_thread=True)
-
-            def complete() -> None:
-                # DistributedDataParallel now waits for the averages.
-                computing = step_timing.begin_phase(step_timing.WAIT, any_thread=True)
-                step_phase = computing if phase is None else phase
-                call_after_backward(lambda: self._end_pass(before, step_phase))
-
-            call_after_backward(complete)
-
-    def _end_pass(self, before: Sequence[Any], phase: int | None) -> None:
-        """Average what a backward pass has not averaged. `before`: earlier gradients.
-
-        DistributedDataParallel averages only the first backward pass after a forward pass. The mean
-        of averaged and local gradients is right too, because a mean is linear.
-        """
-        step_timing.resume_phase(phase)
-        self.is_in_backward = False
-        if list(map(gradient_of, self.reduced)) == before:
-            return  # a pass that computes no gradients of parameters, as for a gradient penalty
-        if self.first_pass is None:
-            self.first_pass = next(_pass_numbers)
-        if self.awaits_pass:
-            pairs = zip(self.reduced, before, strict=True)
-            self._complete([each for each, earlier in pairs if gradient_of(each) == earlier])
-            local = [p for p in self.initially_frozen if p.requires_grad]
-        else:
-            local = self.parameters
-        if local:
-            average_gradients(local)
-        self.averaged = {p: gradient_of(p) for p in self.parameters}
-
-    def _complete(self, missing: Sequence[torch.nn.Parameter]) -> None:
-        """Complete the averages that other workers wait for, if a loss does not use parameters.
-
-        Without gradients on all workers, parameters have none afterwards. Therefore the share of a
-        worker without a gradient is -0.0, which is the sum only of such shares.
-        """
-        self.awaits_pass = False
-        try:
-            self._model.reducer._check_reducer_finalized()  # no public method tells
-            if len(missing) < len(self.reduced):
-                return
-        except RuntimeError:  # the reducer waits for gradients
-            pass
-        frozen = [parameter for parameter in missing if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        self.is_in_backward = True  # this is no pass of user code
-        try:
-            torch.autograd.backward(missing, [torch.full_like(each, -0.0) for each in missing])
-        finally:
-            self.is_in_backward = False
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-        for parameter in missing:
-            gradient = parameter.grad
-            if gradient is not None and bool((gradient.signbit() & (gradient == 0)).all()):
-                parameter.grad = None
-
-    def take_averages(self, stepped: Mapping[torch.nn.Parameter, Any]) -> Mapping[Any, Any]:
-        """Return the averaged gradients, and forget those of the parameters that will change."""
-        if self.awaits_pass and not stepped.keys().isdisjoint(self.reduced):
-            self._complete(self.reduced)
-        averaged = self.averaged
-        self.averaged = {p: gradient for p, gradient in averaged.items() if p not in stepped}
-        return averaged
-
-    def end_update(self) -> None:
-        self.first_pass_before, self.first_pass = self.first_pass, None
-        self.awaits_pass, self.averaged = False, {}
-
-    def complete_skipped(self) -> None:
-        """Join the averages of an update without a pass. Raise if other workers have gradients."""
-        if not self.awaits_pass:  # a forward pass without the module, as in PyTorch's Join
-            self._model._pre_forward()  # type: ignore[no-untyped-call]
-            self._model._post_forward(())  # type: ignore[no-untyped-call]
-        self._complete(self.reduced)
-        if any(parameter.grad is not None for parameter in self.reduced):
-            raise RuntimeError(
-                "train_batch made no backward pass for this batch on this worker, but did so on "
-                "other workers. All workers must train every model on every batch. For a batch "
-                "without a loss, call self.backward(loss, num_samples=0) with any loss of the "
-                "registered model. For others, pass their number of samples."
-            )
 
 
 class ReplicatedModel(DistributedDataParallel):
@@ -206,7 +43,7 @@ class ReplicatedModel(DistributedDataParallel):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         del self.training  # __getattr__ then returns the mode of the module
-        self._passes = _Passes(self)
+        self._passes = BackwardPasses(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -243,6 +80,34 @@ class ReplicatedModel(DistributedDataParallel):
             super().__setattr__(name, value)
 
 
+_METHODS_OF_THE_MODULE = (
+    "__bool__",
+    "__delitem__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "__setitem__",
+    "_apply",
+    "add_module",
+    "apply",
+    "load_state_dict",
+    "named_buffers",
+    "named_children",
+    "named_modules",
+    "named_parameters",
+    "register_buffer",
+    "register_load_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_module",
+    "register_parameter",
+    "register_state_dict_post_hook",
+    "register_state_dict_pre_hook",
+    "state_dict",
+    "train",
+)
+"""Methods of a wrapper that call the module's methods, so that names have no prefix."""
+
+
 def _of_module(name: str) -> Callable[..., Any]:
     def method(self: ReplicatedModel, *args: Any, **kwargs: Any) -> Any:
         if name == "__bool__":  # a module that has no length has no such method
@@ -256,6 +121,144 @@ def _of_module(name: str) -> Callable[..., Any]:
 
 for _name in _METHODS_OF_THE_MODULE:
     setattr(ReplicatedModel, _name, _of_module(_name))
+
+
+class BackwardPasses:
+    """The backward passes of a replicated model in an update, and what they have averaged.
+
+    This is an object of its own, because each change of a module's attribute takes many calls.
+    """
+
+    def __init__(self, model: ReplicatedModel) -> None:
+        self.model = model
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        self.parameters = [parameter for name, parameter in named if name not in ignored]
+        self.reduced = [p for p in self.parameters if p.requires_grad]
+        """The parameters whose gradients a backward pass averages."""
+        self.initially_frozen = [p for p in self.parameters if not p.requires_grad]
+        self.is_prepared = False
+        """Whether the next backward pass averages gradients, because a forward pass prepared it."""
+        self.is_in_backward = False
+        """Whether a backward pass is in progress."""
+        self.averaged: Mapping[torch.nn.Parameter, Any] = {}
+        """Averaged gradients, to detect changes until an optimizer steps."""
+        self.first_pass: int | None = None
+        """Number of the first backward pass of this update that computed gradients. It orders
+        models."""
+        self.first_pass_before: int | None = None
+        """The same for the previous update."""
+        self.watches_parameters = False
+        """Whether hooks of the parameters detect backward passes, and not only hooks of outputs."""
+
+    def end_forward(self, output: Any) -> None:
+        """Watch for the backward pass of an output."""
+        self.is_prepared, self.is_in_backward = True, False  # an earlier pass may have failed
+        may_hide_tensors = False
+        for leaf in leaves_in(output):
+            if not isinstance(leaf, torch.Tensor):
+                may_hide_tensors |= not isinstance(leaf, int | float | str | None)
+            elif leaf.requires_grad:
+                leaf.register_hook(self.begin_pass)
+        if may_hide_tensors and not self.watches_parameters:
+            self.watches_parameters = True
+            for parameter in filter(is_trainable, self.parameters):  # now or later
+                required = parameter.requires_grad
+                parameter.requires_grad_(True).register_hook(self.begin_pass)
+                parameter.requires_grad_(required)
+
+    def begin_pass(self, _: torch.Tensor) -> None:
+        # Otherwise, this is within a pass, such as one that recomputes a checkpoint.
+        if not self.is_in_backward and self.model.require_backward_grad_sync:
+            self.is_in_backward = True
+            before = list(map(gradient_of, self.reduced))
+            # A callback of a callback runs after the callback of DistributedDataParallel.
+            phase = step_timing.begin_phase(step_timing.BACKWARD, any_thread=True)
+
+            def complete() -> None:
+                # DistributedDataParallel now waits for the averages.
+                computing = step_timing.begin_phase(step_timing.WAIT, any_thread=True)
+                step_phase = computing if phase is None else phase
+                call_after_backward(lambda: self._end_pass(before, step_phase))
+
+            call_after_backward(complete)
+
+    def _end_pass(self, before: Sequence[Any], phase: int | None) -> None:
+        """Average what a backward pass has not averaged. `before`: earlier gradients.
+
+        DistributedDataParallel averages only the first backward pass after a forward pass. The mean
+        of averaged and local gradients is right too, because a mean is linear.
+        """
+        step_timing.resume_phase(phase)
+        self.is_in_backward = False
+        if list(map(gradient_of, self.reduced)) == before:
+            return  # a pass that computes no gradients of parameters, as for a gradient penalty
+        if self.first_pass is None:
+            self.first_pass = next(_pass_numbers)
+        if self.is_prepared:
+            pairs = zip(self.reduced, before, strict=True)
+            self._complete_averages(
+                [each for each, earlier in pairs if gradient_of(each) == earlier]
+            )
+            local = [p for p in self.initially_frozen if p.requires_grad]
+        else:
+            local = self.parameters
+        if local:
+            average_gradients(local)
+        self.averaged = {p: gradient_of(p) for p in self.parameters}
+
+    def _complete_averages(self, missing: Sequence[torch.nn.Parameter]) -> None:
+        """Complete the averages that other workers wait for, if a loss does not use parameters.
+
+        Without gradients on all workers, parameters have none afterwards. Therefore the share of a
+        worker without a gradient is -0.0, which is the sum only of such shares.
+        """
+        self.is_prepared = False
+        try:
+            self.model.reducer._check_reducer_finalized()  # no public method tells
+            if len(missing) < len(self.reduced):
+                return
+        except RuntimeError:  # the reducer waits for gradients
+            pass
+        frozen = [parameter for parameter in missing if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        self.is_in_backward = True  # this is no pass of user code
+        try:
+            torch.autograd.backward(missing, [torch.full_like(each, -0.0) for each in missing])
+        finally:
+            self.is_in_backward = False
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        for parameter in missing:
+            gradient = parameter.grad
+            if gradient is not None and bool((gradient.signbit() & (gradient == 0)).all()):
+                parameter.grad = None
+
+    def take_averages(self, stepped: Mapping[torch.nn.Parameter, Any]) -> Mapping[Any, Any]:
+        """Return the averaged gradients, and forget those of the parameters that will change."""
+        if self.is_prepared and not stepped.keys().isdisjoint(self.reduced):
+            self._complete_averages(self.reduced)
+        averaged = self.averaged
+        self.averaged = {p: gradient for p, gradient in averaged.items() if p not in stepped}
+        return averaged
+
+    def end_update(self) -> None:
+        self.first_pass_before, self.first_pass = self.first_pass, None
+        self.is_prepared, self.averaged = False, {}
+
+    def complete_skipped(self) -> None:
+        """Join the averages of an update without a pass. Raise if other workers have gradients."""
+        if not self.is_prepared:  # a forward pass without the module, as in PyTorch's Join
+            self.model._pre_forward()  # type: ignore[no-untyped-call]
+            self.model._post_forward(())  # type: ignore[no-untyped-call]
+        self._complete_averages(self.reduced)
+        if any(parameter.grad is not None for parameter in self.reduced):
+            raise RuntimeError(
+                "train_batch made no backward pass for this batch on this worker, but did so on "
+                "other workers. All workers must train every model on every batch. For a batch "
+                "without a loss, call self.backward(loss, num_samples=0) with any loss of the "
+                "registered model. For others, pass their number of samples."
+            )
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
