@@ -67,7 +67,7 @@ class BadStepFilter(StepFeature):
             return
         loss = registered.exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
         usual = statistics.median(self._losses or [math.inf])
-        is_spike = spike is not None and loss > spike * abs(usual) > 0
+        is_spike = spike is not None and -loss < spike * usual < loss and usual != 0
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
         if not registered.replication.replicates and registered.context.distributed:
             # Each worker has a loss and gradients of its own.
