@@ -1,1 +1,1 @@
-"""Code written for other libraries: Lightning modules, creator functions, Horovod."""
+"""Code written for other libraries: modules of Lightning, and metrics of TorchMetrics."""
