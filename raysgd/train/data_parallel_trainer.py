@@ -24,7 +24,7 @@ from raysgd.train.callbacks.callback import CallbackHandler
 from raysgd.train.configs import as_run_config, as_scaling_config, executor_arguments
 from raysgd.train.datasets import Datasets
 from raysgd.train.framework import BackendConfig
-from raysgd.train.result import REPORTS, ReportLog, Result
+from raysgd.train.result import REPORTS, Result, append_report, read_reports
 
 logger = logging.getLogger(__name__)
 
@@ -101,18 +101,19 @@ class DataParallelTrainer:
         self.setup()
         folder = self._folder or self._new_folder()
         self._folder = None  # the next fit() is a new run, unless restored
-        log = ReportLog(folder / REPORTS)
+        log = folder / REPORTS
+        last = next(reversed(read_reports(log)), None)  # of a run that is restored
         executor, datasets = self.create_executor(), Datasets(self.datasets, self._is_split)
         datasets.materialize()
         executor.start()
         try:
             others = {"run_dir": folder, "dataset": datasets, "name": folder.name}
-            for _ in self.reports(executor, folder, log, **others):
-                pass
+            for results in self.reports(executor, folder, log, **others):
+                last = results[0]
         finally:
             executor.shutdown()
         return Result(
-            metrics=log.last,
+            metrics=last,
             checkpoint=executor.checkpoints.newest_checkpoint(),
             best_checkpoints=executor.checkpoints.best_checkpoints(),
             path=str(folder),
@@ -122,12 +123,13 @@ class DataParallelTrainer:
         self,
         executor: BackendExecutor,
         folder: Path,
-        log: ReportLog | None = None,
+        log: Path | None = None,
         **others: Any,
     ) -> Generator[list[dict[str, Any]]]:
         """Run the function with callbacks that write to `folder`, and yield the reports by rank.
 
-        `others` are further arguments of `start_training`.
+        Append those of worker 0 to the file `log`. `others` are further arguments of
+        `start_training`.
         """
         arguments = {
             "dataset": Datasets(self.datasets, self._is_split),
@@ -142,7 +144,7 @@ class DataParallelTrainer:
             executor.start_training(function, resume=True, **arguments)
             while (results := executor.fetch_next_result()) is not None:
                 if log is not None:
-                    log.write(results[0])
+                    append_report(log, results[0])
                 handler.handle(results)
                 yield results
             executor.finish_training()

@@ -59,14 +59,6 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     return reports
 
 
-class ReportLog:
-    """Appends reports of worker 0 to a file of JSON lines. A restored run continues the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, earlier = path, read_reports(path)
-        self.last = earlier[-1] if earlier else None
-
-    def write(self, result: Mapping[str, Any]) -> None:
-        """Append a report, without the values that JSON cannot represent."""
-        self.last = dict(result)
-        append_lines(self._path, [json_dict(result, keep_nan=True)], keep_nan=True)
+def append_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Append a report to a file of JSON lines, without the values that JSON cannot represent."""
+    append_lines(path, [json_dict(report, keep_nan=True)], keep_nan=True)

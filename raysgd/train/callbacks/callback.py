@@ -106,9 +106,9 @@ class CallbackHandler:
             yield
 
     def handle(self, results: list[dict[str, Any]]) -> None:
-        """Pass the results to each callback. `process_results` copies the results."""
+        """Pass copies of the results to each callback."""
         for callback in self._callbacks:
-            callback.process_results(results)
+            callback.process_results([dict(result) for result in results])
 
 
 def _finish(callback: TrainingCallback, error: type[BaseException] | None, *_: object) -> None:

@@ -10,7 +10,7 @@ from raysgd._internal.files import TEMPORARY_NAME, temporary_name
 from raysgd.callbacks.file_loggers import _rewrite
 from raysgd.callbacks.report import make_report
 from raysgd.checkpoint import save_model, write_file
-from raysgd.train.result import ReportLog
+from raysgd.train.result import append_report
 
 STATE = {"epoch": 1, "models": [{"w": np.ones(2)}], "optimizers": []}
 RUN = {"kind": "run", "time": 1.0, "global_step": 0}
@@ -26,7 +26,7 @@ WRITERS = {
     "model.safetensors": lambda path: save_model(STATE["models"][0], path),
     "metrics.csv": lambda path: _rewrite(path, ["kind"]),
     "report.html": report,
-    "result.json": lambda path: ReportLog(path).write({"n": 1}),
+    "result.json": lambda path: append_report(path, {"n": 1}),
 }
 
 

@@ -1,11 +1,13 @@
 """The result of `fit()`, and the file with its reports."""
 
 import math
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
-from raysgd.train.result import REPORTS, ReportLog, Result, read_reports
+from raysgd.train import DataParallelTrainer
+from raysgd.train.result import REPORTS, Result, append_report, read_reports
 
 
 @pytest.fixture
@@ -23,41 +25,43 @@ def test_the_history_is_in_the_folder_of_the_run(tmp_path, path):
     assert result.log_dir == tmp_path
 
 
+@pytest.mark.parametrize(("reports", "last"), [([], {"n": 1}), ([[{"n": {2}}]], {"n": {2}})])
+def test_a_result_has_the_last_report_also_of_an_earlier_life(path, monkeypatch, reports, last):
+    executor = MagicMock(**{"fetch_next_result.side_effect": [*reports, None]})
+    monkeypatch.setattr(DataParallelTrainer, "create_executor", lambda trainer: executor)
+    path.write_text('{"n": 1}\n')
+    trainer = DataParallelTrainer(print)
+    trainer._folder = path.parent
+    assert trainer.fit().metrics == last
+
+
 def test_a_restored_run_continues_after_the_last_complete_report(path):
     path.write_text('{"n": 0}\n{"n": 1}\n{"n": 2, "lo')  # the writer was killed
-    log = ReportLog(path)
-    assert log.last == {"n": 1}
-    log.write({"n": 2})
+    append_report(path, {"n": 2})
     assert read_reports(path) == [{"n": 0}, {"n": 1}, {"n": 2}]
 
 
 @pytest.mark.parametrize(("first", "again"), [(2, 3), (0, 4), (3, 4), (3, 3)])
 def test_reports_that_a_restart_repeats_are_in_the_history_once(tmp_path, path, first, again):
     for life, numbers in enumerate((range(4), range(first, again))):
-        log = ReportLog(path)  # a restart of the workers keeps the log, and `restore` opens it
         for n in numbers:
-            log.write({"life": life, "_training_iteration": n + 1})
-    result = Result(log.last, None, path=str(tmp_path))
+            append_report(path, {"life": life, "_training_iteration": n + 1})
+    result = Result(None, None, path=str(tmp_path))
     expected = [(0, n + 1) for n in range(first)] + [(1, n + 1) for n in range(first, again)]
     found = [(report["life"], report["_training_iteration"]) for report in result.history]
     assert found == (expected if again > first else [(0, n + 1) for n in range(4)])
     assert len(result.metrics_dataframe) == len(found)
 
 
-def test_values_that_json_does_not_have_stay_in_memory_only(path):
+def test_values_that_json_does_not_have_are_not_in_the_history(path):
     ring = []
     ring.append(ring)
-    report = {"a": 1, "object": object(), "ring": ring}
-    log = ReportLog(path)
-    log.write(report)
-    assert log.last == report
-    report["a"] = 2
-    assert log.last["a"] == 1
+    append_report(path, {"a": 1, "object": object(), "ring": ring})
     assert read_reports(path) == [{"a": 1}]
 
 
 def test_numbers_that_are_not_finite_stay_numbers(tmp_path, path):
-    ReportLog(path).write({"loss": np.float32("nan"), "bound": {"high": [float("inf")]}})
+    append_report(path, {"loss": np.float32("nan"), "bound": {"high": [float("inf")]}})
     result = Result(None, None, path=str(tmp_path))
     (found,) = result.history
     assert math.isnan(found["loss"])

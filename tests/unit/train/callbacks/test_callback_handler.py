@@ -57,13 +57,14 @@ def test_a_callback_that_cannot_start_is_finished_with_those_before_it():
 
 def test_each_callback_gets_its_own_copy_of_the_results():
     class Changes(Recorder):
-        def handle_result(self, results, **info):
-            super().handle_result(results)
+        def process_results(self, results, **info):
             results[0]["a"] += 1
+            super().process_results(results)
 
-    callbacks = [Changes(), Changes()]
-    CallbackHandler(callbacks).handle([{"a": 1}])
+    callbacks, results = [Changes(), Changes()], [{"a": 1}]
+    CallbackHandler(callbacks).handle(results)
     assert [callback.results for callback in callbacks] == [[{"a": 2}], [{"a": 2}]]
+    assert results == [{"a": 1}]
 
 
 @pytest.mark.parametrize("keys", [(), {PYTORCH_PROFILER_KEY}])
