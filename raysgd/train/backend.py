@@ -38,7 +38,7 @@ from raysgd.train.framework import (
     TrainingWorkerError,
     backend_class,
 )
-from raysgd.train.report_queue import Growth, TrainingResult
+from raysgd.train.report_queue import Growth, TrainingResult, check_in_step
 from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
@@ -55,12 +55,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_VERBS = {  # of a worker, by the kind of its result
-    "report": "reported",
-    "checkpoint": "saved a checkpoint",
-    "end": "returned from the function",
-}
 
 
 @dataclass(eq=False)
@@ -289,12 +283,7 @@ class BackendExecutor:
         with self.abort_on_error():
             while run.values is None:
                 results: list[TrainingResult] = run.send(NextResultRequest())
-                if len({result.kind for result in results}) > 1:
-                    each = (f"worker {n} {_VERBS[r.kind]}" for n, r in enumerate(results))
-                    raise RuntimeError(
-                        f"The workers are out of step: {'; '.join(each)}. Every worker must call "
-                        "report() and save_checkpoint() equally often and in the same order."
-                    )
+                check_in_step(results)
                 number = results[0].iteration
                 if self.checkpoints.save(results):
                     run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=number)

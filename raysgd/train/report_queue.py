@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,12 @@ from raysgd.cluster.serialization import Parcel
 logger = logging.getLogger(__name__)
 
 ResultKind = Literal["report", "checkpoint", "end"]
+
+_VERBS = {  # of a worker, by the kind of its result
+    "report": "reported",
+    "checkpoint": "saved a checkpoint",
+    "end": "returned from the function",
+}
 
 
 class RunStoppedError(BaseException):
@@ -67,6 +73,16 @@ class TrainingResult:
             text = "The driver cannot unpickle the result of the training function: %r"
             logger.warning(text, error.__cause__)
             return None
+
+
+def check_in_step(results: Sequence[TrainingResult]) -> None:
+    """Raise an error if the results of the workers are of different kinds."""
+    if len({result.kind for result in results}) > 1:
+        each = (f"worker {n} {_VERBS[result.kind]}" for n, result in enumerate(results))
+        raise RuntimeError(
+            f"The workers are out of step: {'; '.join(each)}. Every worker must call report() and "
+            "save_checkpoint() equally often and in the same order."
+        )
 
 
 class ReportQueue:
