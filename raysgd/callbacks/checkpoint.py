@@ -173,14 +173,13 @@ class CheckpointCallback(Callback):
             if self._newest is not None and self._resume:
                 error.add_note(f"If you start the script again, it resumes from {self._newest}.")
 
-    def on_train_end(self, trainer: Trainer) -> None:
-        self._save_rest(trainer)
-
     def _save_rest(self, trainer: Trainer) -> None:
         """Save the steps since the last save, if any, and wait until the checkpoint is written."""
         if self._can_save and trainer.global_step > self._saved_at:
             self._save(trainer, {})
         self._wait()
+
+    on_train_end = _save_rest
 
     def _wait(self) -> None:
         """Wait until the write has ended, and raise its error, once."""

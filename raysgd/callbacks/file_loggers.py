@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +60,16 @@ class JsonlLogger(LoggerCallback):
             "num_workers": trainer.num_workers,
             "min_workers": trainer.min_workers,
         }
-        self._write(trainer, "metrics.jsonl", run)
+        append_lines(logdir_of(trainer) / "metrics.jsonl", [run])
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         line = {**_record_of(trainer, call), "metrics": scalars(metrics)}
         if call.speed:
             line["speed"] = call.speed
-        self._write(trainer, "metrics.jsonl", line)
+        append_lines(logdir_of(trainer) / "metrics.jsonl", [line])
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
-        self._write(trainer, "events.jsonl", dataclasses.asdict(event))
-
-    def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:
-        append_lines(logdir_of(trainer) / name, [line])
+        append_lines(logdir_of(trainer) / "events.jsonl", [dataclasses.asdict(event)])
 
 
 class CsvLogger(LoggerCallback):

@@ -87,10 +87,8 @@ class LearningRateLogger(_Measurement):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        rates: dict[str, float] = trainer.apply_all_operators(
-            lambda operator: learning_rates(operator._train_state.optimizers)
-        )[0]
-        return rates
+        rates = trainer.apply_all_operators(lambda op: learning_rates(op._train_state.optimizers))
+        return dict(rates[0])
 
 
 class ModelSummary(Callback):

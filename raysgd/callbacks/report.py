@@ -58,7 +58,6 @@ class RunReport(Callback):
     needs_logdir = True
 
     def on_train_end(self, trainer: Trainer) -> None:
-        assert trainer.logdir is not None
         try:
             make_report(trainer.logdir)
         except (OSError, ValueError) as error:

@@ -13,19 +13,13 @@ from typing import Any
 class Clock:
     """Reads the time and waits. In simulations, waits return immediately."""
 
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def time(self) -> float:
-        return time.time()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    monotonic = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
+    time = staticmethod(time.time)
 
     def wait(self, futures: Iterable[Future[Any]], timeout_s: float) -> set[Future[Any]]:
         """Wait for futures, and return those that are not done."""
         return concurrent.futures.wait(set(futures), timeout=timeout_s).not_done
 
-    def queue(self) -> SimpleQueue[Any]:
-        """Return a queue whose ``get`` uses this clock for its timeout."""
-        return SimpleQueue()
+    queue = SimpleQueue[Any]
+    """Returns a queue whose ``get`` uses this clock for its timeout."""

@@ -240,7 +240,7 @@ def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Next:
         case Ready() | Broken(), Aborted():
             return state, ()
         case Ready() | Broken(), StartRequested(min_workers=min_workers):
-            return _restart(CallBudget(min_workers=min_workers))
+            return Starting(CallBudget(min_workers=min_workers)), (Do.RESTART,)
         case Ready() | Broken(), CallRequested(budget=budget):
             return replace(state, budget=budget), (Do.SURVEY,)
         case Ready() | Broken(), Surveyed():
@@ -248,7 +248,7 @@ def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Next:
         case Broken(), SnapshotChecked(can_restart=can_restart):
             if not can_restart:
                 return state, (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
-            return _restart(budget)
+            return Starting(budget), (Do.RESTART,)
         case Starting() | Broken(), GroupFormed():
             return Ready(budget), (Do.SURVEY,) if budget.in_call else ()
         case Broken(num_failed_rejoins=number), FormingFailed(error=error):
@@ -272,10 +272,6 @@ def _broken(state: GroupState) -> Broken:
     return state if isinstance(state, Broken) else Broken(state.budget)
 
 
-def _restart(budget: CallBudget) -> Next:
-    return Starting(budget), (Do.RESTART,)
-
-
 def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
     budget = state.budget
     if not event.num_workers:
@@ -291,7 +287,7 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
         collect = [Do.COLLECT_DEPARTING] if event.num_leaving else []
         if event.num_leaving or policy.rescues_state:
             return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
-        return _restart(budget)
+        return Starting(budget), (Do.RESTART,)
     save = [Do.RESCUE_STATE] if event.must_save else []
     begins = not event.must_replay and (event.must_save or not budget.has_begun)
     has_begun = begins or (budget.has_begun and not event.must_save)
