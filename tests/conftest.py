@@ -219,7 +219,7 @@ def inboxes():
     yield
     seam = sys.modules.get("tests.blackbox.simulation.seam")
     while seam and seam.DRIVERS:
-        seam.DRIVERS.pop().controller.snapshots.clear()
+        seam.DRIVERS.pop().controller.snapshots.keep()
 
 
 @pytest.fixture(scope="session")

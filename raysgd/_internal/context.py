@@ -1,13 +1,12 @@
-"""Rank and progress of a worker, and the interface of its runner."""
+"""Ranks of a worker, and the interface of its runner."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from raysgd._internal.step_timing import Totals
+from raysgd._internal.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,60 +37,6 @@ class WorkerContext:
     """Index of this worker's GPU among `visible_gpus`, or None without a GPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holdings:
-    """What a worker has of the training state."""
-
-    complete: bool = True
-    """Whether the worker has all of the state. Otherwise it has shards."""
-    condition: Literal["good", "damaged", "lost"] = "good"
-    """``damaged`` if an optimizer raised within a step; another worker may have a good state.
-    ``lost`` if all workers with some shard of the state were lost."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogPoint:
-    """What a worker has measured since its last point, for ``fit(log_every=...)``."""
-
-    call_number: int
-    global_step: int
-    epoch: int  # as `OperatorTrainer.epoch`
-    metrics: Any  # packed, unless the worker is in the driver's process; None without metrics
-    timing: Totals
-    seconds: float  # of training
-    reaches_log_step: bool = True  # and the worker is not leaving
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Progress of a worker. Another thread reads it while the worker is busy."""
-
-    epoch: int = 0
-    in_epoch: bool = False  # whether the worker has started another epoch
-    global_step: int = 0
-    validation_offset: int = 0  # where the next ``validate`` begins
-    num_batches: int = 0  # batches finished in the current call or epoch, whichever began last
-    total_batches: int | None = None  # None if unknown
-    num_samples: int = 0  # samples finished in the current call or epoch
-    epoch_samples: int = 0  # samples of an epoch of training, or 0 if unknown
-    step_s: float = 0.0  # mean seconds per step, or 0 if unknown
-    samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
-    snapshot_step: int | None = None  # committed steps in the newest snapshot of this worker
-    num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
-    split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
-    latest_metrics: Mapping[str, float] = field(default_factory=dict)  # the first ones
-    log_points: Sequence[LogPoint] = ()  # that the driver has not acknowledged
-    bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
-    holdings: Holdings = Holdings()  # what the worker has of the state
-    blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
-    terminated_s: float | None = None  # seconds since the process got SIGTERM
-    timing: Totals | None = None  # seconds of training by phase
-    links: Mapping[str, float] = field(default_factory=dict)  # bytes/s to the hosts of others
-    failed_at: str = ""  # the step and the batch in which the newest request failed, as text
-    warning: str = ""  # what the newest generation has changed
-    collective: int | None = None  # number of the collective that the worker waits for
-
-
 class Request:
     """A request from the driver to a runner. Subclasses are frozen dataclasses of arguments."""
 
@@ -116,12 +61,9 @@ class PausedError(Exception):
 class RetrySplitError(Exception):
     """Raised by a runner that ran out of memory in a step and has rolled the step back.
 
-    The caller can repeat the request with each batch split into `split` micro-batches.
+    The caller can repeat the request with each batch split into as many micro-batches as the
+    argument says.
     """
-
-    def __init__(self, split: int) -> None:
-        super().__init__()
-        self.split = split
 
 
 class Runner(Protocol):
@@ -138,8 +80,11 @@ class Runner(Protocol):
     def setup(self, context: WorkerContext) -> None:
         """Create the operator or the function. The process group of this generation exists."""
 
-    def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
-        """Join a new generation and load the state of the leader. The process group exists."""
+    def rejoin(self, context: WorkerContext, leader_rank: int) -> str | None:
+        """Join a new generation and load the state of the leader. The process group exists.
+
+        Return a warning about what this generation has changed, if there is one.
+        """
 
     def progress(self, acknowledged_step: int = -1) -> Progress:
         """Return the progress of the work, without the points up to `acknowledged_step`."""
@@ -156,7 +101,7 @@ class Runner(Protocol):
     def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
         """Return the newest snapshot, for a restart after the loss of all workers.
 
-        Return None if there is none, if it was sent, or if `Progress.num_changes` is not
+        Return None if there is none, if it was sent, or if `SnapshotStatus.num_changes` is not
         `num_changes`.
         """
         return None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Bar
 from raysgd._internal.values import jsonable, numbers_in
 from raysgd.elastic.events import Event
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
@@ -137,7 +137,7 @@ class Callback:
         You can read and save the state. ``train``, ``validate`` and ``load_state_dict`` raise.
         """
 
-    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Progress]) -> None:
+    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Bar]) -> None:
         """Handle the progress of workers, several times per second during a call.
 
         Args:
@@ -165,7 +165,6 @@ class LoggerCallback(Callback):
         """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        assert trainer.last_call is not None
         self.log(trainer, trainer.last_call, metrics)
 
     on_steps_end = on_validation_end = on_epoch_end

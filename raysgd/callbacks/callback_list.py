@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.context import Progress
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.paths import as_path, without_secrets
+from raysgd._internal.progress import Bar
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.file_loggers import JsonlLogger
@@ -180,7 +180,7 @@ class CallbackList:
                 entry.num_seen += 1
                 self._call_hook_of(entry, "on_event", trainer, events[entry.num_seen - 1])
 
-    def watch(self, trainer: Trainer, kind: str) -> Callable[[Sequence[Progress]], None] | None:
+    def watch(self, trainer: Trainer, kind: str) -> Callable[[Sequence[Bar]], None] | None:
         """Return a function that passes progress to callbacks; None if no callback uses it."""
         unused = Callback.on_progress
         listeners = [
@@ -191,7 +191,7 @@ class CallbackList:
         if not listeners:
             return None
 
-        def notify(progress: Sequence[Progress]) -> None:
+        def notify(progress: Sequence[Bar]) -> None:
             for entry in list(listeners):
                 if not self._call_hook_of(entry, "on_progress", trainer, kind, progress):
                     listeners.remove(entry)  # report one failure per call

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Bar
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, Totals
 from raysgd.callbacks.base import Callback, LastCall, Trainer, means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
@@ -80,7 +80,7 @@ class ProgressBar(Callback):
         """The phase that takes longest, and its share, unless it is computing."""
         self._logs_above = contextlib.ExitStack()
 
-    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Progress]) -> None:
+    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Bar]) -> None:
         epoch = progress[0].epoch if progress else trainer.epoch
         label = kind
         if trainer.num_epochs is not None:
@@ -112,7 +112,7 @@ class ProgressBar(Callback):
         self._slow = self._find_slow_phase(progress) if kind == "train" else {}
         self._show(trainer, label, num_done, total, num_samples, latest)
 
-    def _find_slow_phase(self, progress: Sequence[Progress]) -> Mapping[str, str]:
+    def _find_slow_phase(self, progress: Sequence[Bar]) -> Mapping[str, str]:
         timings = [each.timing for each in progress if each.timing is not None]
         if len(timings) != len(self._before):
             self._before = timings

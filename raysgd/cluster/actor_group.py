@@ -182,7 +182,7 @@ class ActorGroup:
             self.clock.wait([member.work(Worker.teardown)], _TEARDOWN_S)
         member.kill()
         if (slot := self._slots.pop(member, None)) is not None:
-            slot.last_node_id = member.node_id or None
+            slot.last_node_id = member.info.node_id or None
         if member in self.members:
             self.members.remove(member)
 
@@ -219,7 +219,7 @@ class ActorGroup:
                         leaving[member] = member.exit_process(patience_s)
             self.clock.wait(list(leaving.values()), patience_s)
         finally:  # also if Ctrl-C ends the wait
-            self.members = []
+            self.members.clear()
             self._slots.clear()
             self._spare_slots.clear()
             for member in everyone:

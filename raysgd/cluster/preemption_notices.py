@@ -82,6 +82,6 @@ class PreemptionNotices:
 
     def leaving(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, Notice]:
         """Return the workers that will be preempted."""
-        nodes = self.nodes
-        found = {m: self._announced.get(m) or nodes.get(m.node_id) for m in members if m.remote}
+        nodes, known = self.nodes, self._announced
+        found = {m: known.get(m) or nodes.get(m.info.node_id) for m in members if m.remote}
         return {member: notice for member, notice in found.items() if notice is not None}

@@ -108,6 +108,6 @@ def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:
         raise WorkerLostError(
             f"Lost worker {rank} on {member.name}: {cause_text}",
             rank=rank,
-            node_id=member.node_id,
+            node_id=member.info.node_id,
             cause=cause_text,
         ) from error

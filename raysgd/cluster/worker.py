@@ -17,15 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd._internal.context import (
-    PausedError,
-    Progress,
-    Request,
-    RetrySplitError,
-    Runner,
-    WorkerContext,
-)
+from raysgd._internal.context import PausedError, Request, RetrySplitError, Runner, WorkerContext
 from raysgd._internal.imports import frozen_imports
+from raysgd._internal.progress import Progress
 from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import last_frame, shows_full_tracebacks, stacks
 from raysgd.cluster import process
@@ -173,7 +167,7 @@ class Worker:
         self._rank = context.world_rank
         group = replace(context, world_rank=0, world_size=1) if alone else context
 
-        def join() -> None:
+        def join() -> str | None:
             if leader_rank is None:
                 self._hosted.prepare(context)
             if self._backend is not None:
@@ -186,8 +180,8 @@ class Worker:
                 self._hosted.setup(replace(context, is_alone=alone))
                 if alone:
                     self._hosted.warm_up()
-            else:
-                self._hosted.rejoin(context, leader_rank)
+                return None
+            return self._hosted.rejoin(context, leader_rank)
 
         return self._outcome_of(join)
 
@@ -230,13 +224,15 @@ class Worker:
     def progress(self, acknowledged_step: int = -1) -> Progress:
         if self.runner is None:
             return Progress()
-        progress = self.runner.progress(acknowledged_step)
+        progress, backend = self.runner.progress(acknowledged_step), self._backend
+        measured, process = progress.measured, progress.process
         if self._terminated_at is not None:
-            progress = replace(progress, terminated_s=time.monotonic() - self._terminated_at)
-        if self._backend is not None and progress.timing is not None:
-            progress = replace(progress, links=self._backend.links())
-        collective = None if self._backend is None else self._backend.collective()
-        return progress if collective is None else replace(progress, collective=collective)
+            process = process._replace(terminated_s=time.monotonic() - self._terminated_at)
+        if backend is not None:
+            process = process._replace(collective=backend.collective())
+            if measured.timing is not None:
+                measured = measured._replace(links=backend.links())
+        return progress._replace(measured=measured, process=process)
 
     def _record_sigterm(self) -> None:
         self._terminated_at = self._terminated_at or time.monotonic()
@@ -254,7 +250,7 @@ class Worker:
         """Make the call of a generation pause at a step. Return the current step."""
         with self._generation_lock:
             if generation < self._generation:
-                return self._hosted.progress().global_step
+                return self._hosted.progress().position.global_step
             return self._hosted.pause_at(step)
 
     def send_snapshot(
@@ -295,10 +291,9 @@ class Worker:
             )
         return self.runner
 
-    def _outcome_of(self, function: Callable[[], None]) -> Outcome:
+    def _outcome_of(self, function: Callable[[], Any]) -> Outcome:
         try:
-            function()
-            return self._success(None)
+            return self._success(function())
         except BaseException as error:
             return self._failure(error)
 
@@ -320,7 +315,7 @@ class Worker:
         split = 0
         if isinstance(error, RetrySplitError):
             assert error.__cause__ is not None
-            split, error = error.split, error.__cause__
+            split, error = error.args[0], error.__cause__
         text = "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
             # SystemExit would end the driver's program silently.
@@ -342,7 +337,8 @@ class Worker:
         if split and kind == "user":
             error = _bare(error)  # the frames of the error hold memory that the repeated call needs
         if kind == "user":  # users often read only this line
-            where = f"Raised on worker {self._rank}", progress.failed_at, last_frame(text)[0]
+            failed_at = progress.process.failed_at
+            where = f"Raised on worker {self._rank}", failed_at, last_frame(text)[0]
             notes = getattr(error, "__notes__", ())  # the error may have been raised before
             error.__notes__ = [each for each in notes if not each.startswith("Raised on worker ")]
             error.add_note(", ".join(filter(None, where)))

@@ -14,7 +14,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 
-from raysgd._internal.forwarding import forward_to
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
 from raysgd.cluster.serialization import Parcel
@@ -87,8 +86,6 @@ class WorkerHandle(ABC):
         running: Future[bool] = Future()
         running.set_result(False)
         return running
-
-    node_id: str = forward_to("info.node_id")
 
     @property
     def name(self) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import LogPoint, Progress, Request
+from raysgd._internal.context import Request
+from raysgd._internal.progress import Bar, LogPoint, Progress, Reached
 from raysgd.cluster.large_values import Inbox, Incoming
 
 WorkerPoint = tuple[Any, LogPoint]
@@ -42,7 +43,7 @@ class LogPoints:
     def add(self, progress: Mapping[Any, Progress], members: Sequence[Any]) -> None:
         """Store the points in the progress of workers. Show those that all `members` have."""
         for worker, of_worker in progress.items():
-            for point in of_worker.log_points:
+            for point in of_worker.measured.log_points:
                 if point.call_number == self.call_number:
                     self._newest_steps[worker] = point.global_step
                     if point.global_step > self.acknowledged_step:
@@ -82,13 +83,15 @@ class Call:
     """Whether workers finish batches. A worker that finishes none is then stuck."""
     can_pause: bool = False
     """Whether the call can pause at a step, so that replacement workers can join."""
-    on_wait: Callable[[Sequence[Progress]], None] | None = None
+    on_wait: Callable[[Sequence[Bar]], None] | None = None
     """Receives the progress of all workers while the call runs."""
     log_points: LogPoints = field(default_factory=lambda: LogPoints(acknowledged_step=sys.maxsize))
     """Collects what the workers measure while the call runs. By default, they release it."""
-    on_begin: Callable[[Call, Progress], None] = lambda call, progress: None
+    on_begin: Callable[[Call, Reached], None] = lambda call, position: None
     """Prepares the first attempt, or one after a save. ``train`` computes its goal here."""
-    replay: Callable[[Progress], Call | None] | None = None
+    began_at: Reached | None = None
+    """Where the first attempt of ``train`` began."""
+    replay: Callable[[Reached], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""

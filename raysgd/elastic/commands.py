@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import Progress, Request
+from raysgd._internal.context import Request
+from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import Inbox
 from raysgd.cluster.serialization import pack, pack_as
@@ -37,23 +39,16 @@ _QUIET_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
 
 
+@dataclass(eq=False)
 class Commands:
     """Sends requests to all members, and tracks which of them are busy."""
 
-    def __init__(
-        self,
-        group: ActorGroup,
-        journal: Journal,
-        check_open: Callable[[], None],
-        timeout_s: float,
-    ) -> None:
-        self._group = group
-        self._clock = group.clock
-        self._journal = journal
-        self._check_open = check_open
-        self._timeout_s = max(timeout_s, _SILENCE_S)
-        self._unfinished: dict[WorkerHandle, Future[Outcome]] = {}
-        self._pausing_generation: int | None = None
+    _group: ActorGroup
+    _journal: Journal
+    _check_open: Callable[[], None]
+    _timeout_s: float
+    _unfinished: dict[WorkerHandle, Future[Outcome]] = field(default_factory=dict)
+    _pausing_generation: int | None = None
 
     @property
     def busy(self) -> dict[WorkerHandle, Future[Outcome]]:
@@ -102,7 +97,7 @@ class Commands:
         idle = [member for member in self._group.members if member not in busy]
         self._call_control(idle, Worker.interrupt, self._journal.generation)
         packed = pack_as(request.name, request)
-        attempt = Attempt({m: m.work(Worker.handle, packed) for m in idle}, self._clock)
+        attempt = Attempt({m: m.work(Worker.handle, packed) for m in idle}, self._group.clock)
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them
 
@@ -111,7 +106,7 @@ class Commands:
     ) -> dict[WorkerHandle, Any]:
         """Call a control method of workers. Return the answers of those that answer soon."""
         asked = {member: member.control(method, *arguments) for member in members}
-        self._clock.wait(asked.values(), ANSWER_S)
+        self._group.clock.wait(asked.values(), ANSWER_S)
         return results_of(asked)
 
     def send_to_idle(
@@ -124,7 +119,7 @@ class Commands:
         """Send a request to idle members. Return the outcomes of those that succeed."""
         packed = pack(request)
         asked = {m: m.work(Worker.handle, packed, inbox and inbox.expect()) for m in members}
-        self._clock.wait(asked.values(), timeout_s)
+        self._group.clock.wait(asked.values(), timeout_s)
         return {m: outcome for m, outcome in results_of(asked).items() if outcome.kind == "ok"}
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
@@ -132,7 +127,7 @@ class Commands:
 
         Workers that are still busy after `patience_s` are lost.
         """
-        attempt = Attempt(self.busy, self._clock)
+        attempt = Attempt(self.busy, self._group.clock)
         try:
             quiet_s = min(_QUIET_S, patience_s)
             attempt.collect_until(quiet_s)
@@ -162,10 +157,10 @@ class Commands:
         """
         asked = {member: member.control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
-        began = looked = self._clock.monotonic()
+        began = looked = self._group.clock.monotonic()
         while True:
-            self._clock.wait(asked.values(), _LOOK_EVERY_S)
-            now = self._clock.monotonic()
+            self._group.clock.wait(asked.values(), _LOOK_EVERY_S)
+            now = self._group.clock.monotonic()
             if self._group.detect_cut_off():
                 began = looked = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
@@ -180,7 +175,7 @@ class Commands:
                 lost |= self._silent_too_long(silent, now - began)
                 asked = {member: answer for member, answer in asked.items() if member not in lost}
             if again:
-                self._clock.sleep(_ASK_AGAIN_S)
+                self._group.clock.sleep(_ASK_AGAIN_S)
             asked |= {member: member.control(Worker.progress) for member in again}
             self._check_open()
         for member in lost:  # the process may still exist
@@ -194,9 +189,9 @@ class Commands:
     ) -> dict[WorkerHandle, BaseException]:
         """Return the workers to declare lost: stopped ones, and all of them after `timeout_s`."""
         why = f"no answer within {waited_s:.0f} s"
-        if waited_s < self._timeout_s:
+        if waited_s < max(self._timeout_s, _SILENCE_S):
             states = {member: member.ask_if_stopped() for member in silent}
-            self._clock.wait(states.values(), _SILENCE_S)
+            self._group.clock.wait(states.values(), _SILENCE_S)
             stopped = [member for member, is_stopped in results_of(states).items() if is_stopped]
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))

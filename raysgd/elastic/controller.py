@@ -11,24 +11,22 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from raysgd._internal.context import Progress, Request, Runner
-from raysgd._internal.forwarding import forward_to
+from raysgd._internal.context import Request, Runner
 from raysgd._internal.tracebacks import release_callers
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_handle import WorkerHandle, cause_of
+from raysgd.cluster.worker_handle import cause_of
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
-from raysgd.elastic.events import Event
 from raysgd.elastic.group_forming import GroupForming
-from raysgd.elastic.policies import Policy, leaders_progress
+from raysgd.elastic.policies import Policy, choose_leader
 from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
 from raysgd.elastic.supervision import Supervision
 
@@ -60,7 +58,8 @@ class Controller:
         self.is_shut_down = False
         self._call_lock = threading.Lock()
         self._pid = os.getpid()
-        self._group = group
+        self._group, self.members = group, group.members
+        self.min_workers = group.options.min_workers
         self._backend = backend
         elastic = elastic or ElasticConfig()
         group.watch_hosts(elastic.driver_grace_s, stops_calls=supports_live_join)
@@ -80,8 +79,8 @@ class Controller:
         self._context = context = DriverContext(
             group, backend, elastic, self.policy, arguments, timeout_s, self._check_open
         )
-        self.journal, self.snapshots = context.journal, context.snapshots
-        self.speed = context.speed
+        self.journal, self.events = context.journal, context.journal.events
+        self.snapshots, self.speed = context.snapshots, context.speed
         self._scale_up = context.scale_up
         self.forming = GroupForming(context)
         self._supervision = Supervision(context)
@@ -108,7 +107,7 @@ class Controller:
         if os.getpid() != self._pid:  # the workers belong to the parent process
             return
         try:
-            self.snapshots.clear()
+            self.snapshots.keep()
             self._scale_up.discard()
         finally:
             try:
@@ -167,7 +166,7 @@ class Controller:
             event = following
 
     def _execute(self, action: state_machine.Action) -> GroupEvent | None:
-        context, forming = self._context, self.forming
+        context, forming, journal = self._context, self.forming, self.journal
         match action:
             case Do.SURVEY:
                 return self._survey()
@@ -176,18 +175,18 @@ class Controller:
             case Do.REJOIN:
                 return forming.rejoin()
             case Do.RESTART:
-                self._lacks_state, before = context.call.replaces_state, self.progress
+                self._lacks_state, before = context.call.replaces_state, journal.progress
                 try:
                     return forming.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
-                    self.journal.progress = before
+                    journal.progress = before
                     raise
             case Do.RESCUE_STATE:
-                self.journal.progress = self.snapshots.rescue(context.commands) or self.progress
+                journal.progress = self.snapshots.rescue(context.commands) or journal.progress
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
-                self.journal.progress = self._supervision.interrupt() or self.progress
+                journal.progress = self._supervision.interrupt() or journal.progress
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):
@@ -202,10 +201,9 @@ class Controller:
                 if lost:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
-                    self.journal.progress = leaders_progress(
-                        [self.progress, self._supervision.progress_before]
-                    )
-                raise self.journal.failure(context.call, why, *next(iter(lost.items()), ()))
+                    known = journal.progress, self._supervision.progress_before
+                    journal.progress = choose_leader(known)
+                raise journal.failure(context.call, why, *next(iter(lost.items()), ()))
         return None
 
     # ---- calls
@@ -223,7 +221,7 @@ class Controller:
         )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
-        before, end = self.progress, None
+        before, end = self.journal.progress, None
         try:
             self._supervision.begin(call)
             with self._aborting_on_error():
@@ -264,7 +262,7 @@ class Controller:
         if self.policy.keeps_snapshots or self._context.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
-        return bool(step == self.progress.global_step)
+        return bool(step == self.journal.reached.global_step)
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.
@@ -308,15 +306,10 @@ class Controller:
             self._react(state_machine.StartRequested(min_workers=self.min_workers))
         return True
 
-    # ---- what trainers read
-
-    members: list[WorkerHandle] = forward_to("_group.members")
-    min_workers: int = forward_to("_group.options.min_workers")
-    progress: Progress = forward_to("journal.progress")
-    events: list[Event] = forward_to("journal.events")
-
-    def ask_progress(self) -> Mapping[WorkerHandle, Progress]:
-        return self._context.commands.ask_progress()
+    def ask_step(self) -> int:
+        """Return the newest step of the workers that answer; -1 if none does."""
+        answers = self._context.commands.ask_progress().values()
+        return max((each.position.global_step for each in answers), default=-1)
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         self._check_open()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd.cluster.large_values import offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
@@ -19,11 +19,7 @@ from raysgd.elastic.commands import ANSWER_S
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.journal import list_ranks
-from raysgd.elastic.policies import (
-    assign_contexts,
-    backoff_s,
-    choose_members,
-)
+from raysgd.elastic.policies import assign_contexts, backoff_s, choose_members, must_hand_over
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -85,8 +81,7 @@ class GroupForming:
         began: float,
     ) -> state_machine.GroupEvent:
         departing = [member for member in self._group.members if member not in staying]
-        # A worker that leaves may have the only copy of a shard.
-        if not self._journal.progress.holdings.complete:
+        if must_hand_over(self._journal.progress):
             for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
                 if (shards := outcome.value()) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
@@ -104,7 +99,7 @@ class GroupForming:
                 logger.warning("The workers could not form a process group: %s", error)
             return state_machine.FormingFailed(error=error)
         self._group.members[:] = entering
-        self._journal.assign_ranks(entering)
+        self._journal.ranks = {member: rank for rank, member in enumerate(entering)}
         self._scale_up.forget_joined(joining)
         seconds = self._clock.monotonic() - began
         self.collect_departing(departing)
@@ -113,7 +108,7 @@ class GroupForming:
         cause = "; ".join(f"a worker has left {member.name}" for member in departing)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
         self._journal.record(kind, joining or entering, cause=cause, seconds=seconds)
-        for warning in {outcome.progress.warning for outcome in attempt.outcomes.values()} - {""}:
+        for warning in filter(None, {outcome.value() for outcome in attempt.outcomes.values()}):
             logger.warning("%s", warning)
         return state_machine.GroupFormed()
 
@@ -187,7 +182,7 @@ class GroupForming:
             self._discard_lost(lost)
             return False
         members = self._group.sort_by_node(sorted(joining, key=lambda member: member.remote))
-        self._journal.assign_ranks(members)
+        self._journal.ranks = {member: rank for rank, member in enumerate(members)}
         progress = Progress()
         for attempt in self._phases(members):
             if attempt.has_failed:
@@ -196,7 +191,8 @@ class GroupForming:
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of departed workers.
         self._journal.progress, results = progress, self._context.call.departed_results
-        results[:] = [e for e in results if e.progress.global_step <= progress.global_step]
+        step = progress.position.global_step
+        results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
         if not (self._context.policy.survivors_stay and self._context.elastic.grow):
             self._scale_up.discard()  # late workers could never join

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import ProcessStatus, Progress, Reached
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -36,7 +36,7 @@ class HealthMonitor:
     def __post_init__(self) -> None:
         self._has_shown = False
         self._moved_at = self.clock.monotonic()
-        self._seen: dict[WorkerHandle, tuple[int, int]] = {}
+        self._seen: dict[WorkerHandle, Reached] = {}
         self._waiting: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
 
@@ -46,9 +46,9 @@ class HealthMonitor:
         A collective cannot end if each busy worker waits in one and all others have returned.
         """
         now = self.clock.monotonic()
-        unknown = Progress()
-        waiting = {m: progress.get(m, unknown).collective for m in self.attempt.pending}
-        returned = {m: progress.get(m, unknown) for m in self.attempt.outcomes}
+        known, unknown = {m: p.process for m, p in progress.items()}, ProcessStatus()
+        waiting = {m: known.get(m, unknown).collective for m in self.attempt.pending}
+        returned = {m: known.get(m, unknown) for m in self.attempt.outcomes}
         if (
             not returned
             or None in waiting.values()
@@ -70,7 +70,7 @@ class HealthMonitor:
 
     def log_standstill(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Log the stacks of all workers if no batch has finished for long."""
-        seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
+        seen = {member: each.position for member, each in progress.items()}
         now = self.clock.monotonic()
         if any(seen[member] != self._seen.get(member) for member in seen):
             self._seen, self._moved_at = {**self._seen, **seen}, now

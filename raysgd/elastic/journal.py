@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import Progress
 from raysgd._internal.paths import without_secrets
+from raysgd._internal.progress import Progress, Reached
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
@@ -47,25 +48,26 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
     return ", ".join("(new)" if rank == math.inf else str(rank) for rank in in_order)
 
 
+@dataclass(eq=False)
 class Journal:
     """Tracks ranks, generation, and progress, and records events."""
 
-    def __init__(self, group: ActorGroup, survivors_stay: bool) -> None:
-        self._group = group
-        self._survivors_stay = survivors_stay
-        self.ranks: dict[WorkerHandle, int] = {}
-        """Ranks of the members of the newest generation, including lost ones."""
-        self.generation = 0
-        self.progress = Progress()
-        """The newest known progress: of an event, or of the survivors who form a group."""
-        self.events: list[Event] = []
-        self.interruption = ""
-        """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""
-        self.on_event: Callable[[], Callable[[], None] | None] = lambda: None
-        """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
+    _group: ActorGroup
+    _survivors_stay: bool
+    ranks: dict[WorkerHandle, int] = field(default_factory=dict)
+    """Ranks of the members of the newest generation, including lost ones."""
+    generation: int = 0
+    progress: Progress = field(default_factory=Progress)
+    """The newest known progress: of an event, or of the survivors who form a group."""
+    events: list[Event] = field(default_factory=list)
+    interruption: str = ""
+    """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""
+    on_event: Callable[[], Callable[[], None] | None] = lambda: None
+    """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
 
-    def assign_ranks(self, members: Sequence[WorkerHandle]) -> None:
-        self.ranks = {member: rank for rank, member in enumerate(members)}
+    @property
+    def reached(self) -> Reached:
+        return self.progress.position
 
     def record(
         self,
@@ -86,8 +88,8 @@ class Journal:
             kind=kind,
             generation=self.generation,
             ranks=tuple(self.ranks.get(member, -1) for member in members),
-            nodes=tuple(member.node_id for member in members),
-            step=self.progress.global_step,
+            nodes=tuple(member.info.node_id for member in members),
+            step=self.reached.global_step,
             cause=without_secrets(cause),  # events are written to files and sent to servers
             num_workers=num_workers,
             **values,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raysgd._internal.context import Progress, WorkerContext
+from raysgd._internal.context import WorkerContext
+from raysgd._internal.progress import Progress
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 
@@ -47,24 +48,21 @@ def assign_contexts(
     All workers of a node see all of its GPUs in one order, so that NCCL can use direct paths
     between them. Each worker gets the index of its own GPU.
     """
-    nodes = list(dict.fromkeys(info.node_id for info in infos))
-    gpus = {
-        node: tuple(
-            sorted({gpu for p in infos if p.node_id == node for gpu in p.gpu_ids}, key=_gpu_key)
-        )
-        for node in nodes
-    }
-    seen = dict.fromkeys(nodes, 0)
-    contexts = []
+    ranks_on: dict[str, list[int]] = {}
     for rank, info in enumerate(infos):
-        visible = gpus[info.node_id]
-        contexts.append(
-            WorkerContext(
+        ranks_on.setdefault(info.node_id, []).append(rank)
+    contexts = {}
+    for node_rank, ranks in enumerate(ranks_on.values()):
+        gpus = {gpu for rank in ranks for gpu in infos[rank].gpu_ids}
+        visible = tuple(sorted(gpus, key=_gpu_key))
+        for local_rank, rank in enumerate(ranks):
+            info = infos[rank]
+            contexts[rank] = WorkerContext(
                 world_rank=rank,
                 world_size=len(infos),
-                local_rank=seen[info.node_id],
-                local_world_size=sum(p.node_id == info.node_id for p in infos),
-                node_rank=nodes.index(info.node_id),
+                local_rank=local_rank,
+                local_world_size=len(ranks),
+                node_rank=node_rank,
                 generation=generation,
                 distributed=distributed,
                 num_cpus=num_cpus,
@@ -73,26 +71,20 @@ def assign_contexts(
                 visible_gpus=visible,
                 gpu_index=visible.index(info.gpu_ids[0]) if info.gpu_ids else None,
             )
-        )
-        seen[info.node_id] += 1
-    return contexts
+    return [contexts[rank] for rank in range(len(infos))]
 
 
-def choose_leader(progress: Sequence[Progress]) -> int:
-    """Return the lowest rank among the workers with the most committed steps.
+def choose_leader(progress: Iterable[Progress]) -> Progress:
+    """Return the progress of the first worker among those with the most committed steps.
 
     A survivor may have finished the step in which another worker failed. A damaged state counts
     only if there is no other.
-
-    >>> choose_leader([Progress(global_step=4), Progress(global_step=5), Progress(global_step=5)])
-    1
     """
+    return max(progress, key=_seniority)
 
-    def key(rank: int) -> tuple[bool, int, int]:
-        is_good = progress[rank].holdings.condition == "good"
-        return is_good, progress[rank].global_step, -rank
 
-    return max(range(len(progress)), key=key)
+def _seniority(progress: Progress) -> tuple[bool, int]:
+    return progress.holdings.condition == "good", progress.position.global_step
 
 
 def choose_members(
@@ -102,24 +94,19 @@ def choose_members(
 
     If only a leaving worker has the state, it stays.
 
-    >>> choose_members({"a": Progress(global_step=5), "b": Progress(global_step=5)}, {"a"})
+    >>> from raysgd._internal.progress import Reached
+    >>> five, six = (Progress(Reached(global_step=step)) for step in (5, 6))
+    >>> choose_members({"a": five, "b": five}, {"a"})
     ('b', ['b'])
-    >>> choose_members({"a": Progress(global_step=6), "b": Progress(global_step=5)}, {"a"})
+    >>> choose_members({"a": six, "b": five}, {"a"})
     ('a', ['a', 'b'])
     """
-    members = list(progress)
-    leader = members[choose_leader(list(progress.values()))]
-    staying = [member for member in members if member not in leaving] or members
-    first = staying[choose_leader([progress[member] for member in staying])]
-    is_behind = progress[first].global_step < progress[leader].global_step
-    if first != leader and (is_behind or progress[first].holdings.condition != "good"):
-        return leader, members
-    return first, staying
-
-
-def leaders_progress(progress: Sequence[Progress]) -> Progress:
-    """Return the progress of the worker that `choose_leader` picks."""
-    return progress[choose_leader(progress)]
+    seniority = {member: _seniority(each) for member, each in progress.items()}
+    leader = max(seniority, key=seniority.__getitem__)
+    staying = [member for member in progress if member not in leaving] or list(progress)
+    first = max(staying, key=seniority.__getitem__)
+    is_behind = seniority[first] < seniority[leader]
+    return (leader, list(progress)) if is_behind else (first, staying)
 
 
 def members_to_ask(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
@@ -128,9 +115,14 @@ def members_to_ask(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
     >>> members_to_ask({"a": Progress(), "b": Progress()})
     [['a'], ['b']]
     """
-    if all(each.holdings.complete for each in progress.values()):
-        return [[member] for member in progress]
-    return [list(progress)]
+    if any(map(must_hand_over, progress.values())):
+        return [list(progress)]
+    return [[member] for member in progress]
+
+
+def must_hand_over(progress: Progress) -> bool:
+    """Return whether a worker may have the only copy of a part of the state."""
+    return not progress.holdings.complete
 
 
 def backoff_s(attempt: int, config: ElasticConfig) -> float:
@@ -146,14 +138,10 @@ def pause_step(progress: Sequence[Progress], notice_s: float) -> int:
     """Return a step at which all workers can pause together, `notice_s` seconds ahead.
 
     Workers are at most one step apart.
-
-    >>> slow, fast = Progress(global_step=7, step_s=0.05), Progress(global_step=8, step_s=0.05)
-    >>> pause_step([slow, fast], notice_s=0.1)
-    12
     """
-    first = max(progress, key=lambda p: p.global_step)
-    steps = math.ceil(notice_s / first.step_s) if first.step_s > 0 else 0
-    return first.global_step + 2 + steps
+    first = max(progress, key=lambda p: p.position.global_step)
+    step_s = first.measured.step_s
+    return first.position.global_step + 2 + (math.ceil(notice_s / step_s) if step_s > 0 else 0)
 
 
 def _gpu_key(gpu: str) -> tuple[int, int, str]:

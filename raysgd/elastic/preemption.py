@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
@@ -14,26 +15,25 @@ _LEAVE_S = 3.0
 """Seconds that workers may take to leave the group, in addition to a few steps."""
 
 
+@dataclass(eq=False)
 class PreemptionWatch:
     """Watches notices of preemption, and decides which workers leave.
 
-    With `supports_live_join`, replacement workers can take over from those that leave.
+    With `_can_join`, replacement workers can take over from those that leave.
     """
 
-    def __init__(self, group: ActorGroup, journal: Journal, supports_live_join: bool) -> None:
-        self._group = group
-        self._clock = group.clock
-        self._journal = journal
-        self._can_join = supports_live_join
-        self._step_s = 0.0
-        self._known_leaving: set[WorkerHandle] = set()
-        self.must_save = False
-        """Whether to save soon: workers leave before any worker can replace them."""
+    _group: ActorGroup
+    _journal: Journal
+    _can_join: bool
+    _step_s: float = 0.0
+    _known_leaving: set[WorkerHandle] = field(default_factory=set)
+    must_save: bool = False
+    """Whether to save soon: workers leave before any worker can replace them."""
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         members = list(self._group.members)
         if node_id is not None:
-            known = {member.node_id for member in members}
+            known = {member.info.node_id for member in members}
             if node_id not in known:  # ask Ray, which may not answer soon
                 known |= self._group.node_traits().keys()
             if node_id not in known:
@@ -52,20 +52,21 @@ class PreemptionWatch:
         self._group.notices.announce(members[rank], deadline_s)
 
     def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
+        step_s = max((p.measured.step_s for p in progress.values()), default=0.0)
+        self._step_s = step_s or self._step_s
         for member, each in progress.items():
-            if each.terminated_s is not None:
-                self._group.notices.record_sigterm(member, each.terminated_s)
+            if each.process.terminated_s is not None:
+                self._group.notices.record_sigterm(member, each.process.terminated_s)
         leaving = self._group.leaving()
         news = {member: leaving[member] for member in leaving if member not in self._known_leaving}
         self._known_leaving = set(leaving)
         for notice in dict.fromkeys(news.values()):
             concerned = [member for member in news if news[member] == notice]
-            left_s = max(0.0, notice.deadline - self._clock.time())
+            left_s = max(0.0, notice.deadline - self._group.clock.time())
             seconds = left_s if math.isfinite(left_s) else 0.0
             self._journal.record("draining", concerned, cause=notice.cause, seconds=seconds)
         if news:
-            soon = self._clock.time() + self._leave_s
+            soon = self._group.clock.time() + self._leave_s
             is_short = any(notice.deadline <= soon for notice in news.values())
             num_staying = len(self._group.members) - len(leaving)
             self.must_save |= is_short or num_staying < max(1, self._group.options.min_workers)
@@ -83,7 +84,7 @@ class PreemptionWatch:
         """
         leaving = self._group.leaving() if self._can_join else {}
         in_order = sorted(leaving, key=lambda member: leaving[member].deadline)
-        soon = self._clock.time() + self._leave_s
+        soon = self._group.clock.time() + self._leave_s
         due = [member for member in in_order[num_ready:] if leaving[member].deadline <= soon]
         num_workers = len(self._group.members)
         most = min(num_workers + num_ready - self._group.options.min_workers, num_workers - 1)

@@ -267,7 +267,7 @@ class ScaleUp:
                     f"Worker {replacement.rank} died {count} times in a row in {where}, the last "
                     f"time on {handle.name}: {cause}",
                     rank=replacement.rank,
-                    node_id=handle.node_id,
+                    node_id=handle.info.node_id,
                     cause=cause,
                 )
         elif self.is_first or not isinstance(error, WorkerTimeoutError):

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.config import ElasticConfig
@@ -51,7 +51,7 @@ class ShareBalancer:
         shares = self._config.shares
         if not isinstance(shares, Mapping) or len(members) == 1:
             return None  # Ray may not run if the driver is the only worker
-        if not self._traits.keys() >= {member.node_id for member in members}:
+        if not self._traits.keys() >= {member.info.node_id for member in members}:
             self._traits = self._group.node_traits()
             known = {name for traits in self._traits.values() for name in traits}
             if missing := [name for name in shares if name not in known]:
@@ -63,13 +63,14 @@ class ShareBalancer:
                 )
         by_member = []
         for member in members:
-            traits = self._traits.get(member.node_id, set())
+            traits = self._traits.get(member.info.node_id, set())
             by_member.append(next((share for name, share in shares.items() if name in traits), 1.0))
         return _normalize(by_member) if _are_uneven(by_member) else None
 
     def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Record the speeds of workers, and whether the shares of the members are wrong."""
-        self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
+        speeds = {member: each.measured.samples_per_s for member, each in progress.items()}
+        self._speeds |= {member: speed for member, speed in speeds.items() if speed}
         members, now = self._group.members, self._group.clock.monotonic()
         is_known = self._members == members and all(m in self._speeds for m in members)
         is_measured = self._config.shares == "measured" and len(members) > 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import Inbox, StorageError, store_copy, unnamed_file
@@ -54,13 +54,9 @@ class SnapshotKeeper:
         self._num_changes = self._num_changes_at_end = 0
 
     def keep(self, *shards: ReadState, step: int = -1) -> None:
-        """Keep a state. Only snapshots with more than `step` committed steps replace it."""
+        """Keep a state or none. Only snapshots with more than `step` committed steps replace it."""
         self._shards, self._step = shards, step
         self._cancel_request()
-
-    def clear(self) -> None:
-        """Drop the state, and a snapshot that is on its way."""
-        self.keep()
 
     def store(self, state: Mapping[str, Any]) -> None:
         """Keep a copy of a state, in a file if it is large."""
@@ -80,16 +76,16 @@ class SnapshotKeeper:
         if len(progress) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
         of_rank_0 = next(iter(progress.values()))  # `progress` is sorted by rank
-        step = of_rank_0.snapshot_step
-        if of_rank_0.num_changes != self._num_changes:
+        step, num_changes = of_rank_0.snapshot
+        if num_changes != self._num_changes:
             self._step = -1  # fetch it even if it has the same step
             self._cancel_request()
-            self._num_changes = of_rank_0.num_changes
+            self._num_changes = num_changes
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._requested is None and step > self._step:
             asked = {each: progress[each] for each in members_to_ask(progress)[0]}
-            are_equal = all(each.snapshot_step == step for each in asked.values())
+            are_equal = all(each.snapshot.step == step for each in asked.values())
             if are_equal and any(each.remote for each in asked):
                 self._fetch(asked, step)
 
@@ -103,8 +99,8 @@ class SnapshotKeeper:
             return
         self._requested = _SnapshotRequest(step, inbox, [])
         for member, each in progress.items():
-            answer = member.control(Worker.send_snapshot, only, each.num_changes, inbox.expect())
-            self._requested.answers.append(answer)
+            arguments = only, each.snapshot.num_changes, inbox.expect()
+            self._requested.answers.append(member.control(Worker.send_snapshot, *arguments))
 
     def _cancel_request(self) -> None:
         if self._requested is not None:
@@ -121,11 +117,11 @@ class SnapshotKeeper:
         """Store the state of a member that answers, and return its progress, if there is one."""
         reached = commands.ask_progress()
         sets = [each for each in members_to_ask(reached) if any(m.remote for m in each)]
-        for members in sorted(sets, key=lambda each: -reached[each[0]].global_step):
+        for members in sorted(sets, key=lambda each: -reached[each[0]].position.global_step):
             shards = self._rescue(commands, members)
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
-                self.keep(*shards, step=reached[members[0]].global_step)
+                self.keep(*shards, step=reached[members[0]].position.global_step)
                 return reached[members[0]]
         return None
 

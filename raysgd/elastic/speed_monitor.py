@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd._internal.step_timing import PHASES, SAVE, Totals
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -59,11 +59,12 @@ class SpeedMonitor:
 
     def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         members = list(self.group.members)
-        timings = {m: p.timing for m in members if (p := progress.get(m)) and p.timing is not None}
+        measured = {member: each.measured for member, each in progress.items()}
+        timings = {m: t for m in members if m in measured and (t := measured[m].timing) is not None}
         if not members or len(timings) < len(members):
             return
-        self._step = max(each.global_step for each in progress.values())
-        for member, each in progress.items():
+        self._step = max(each.position.global_step for each in progress.values())
+        for member, each in measured.items():
             self._links |= {(member.info.node_ip, host): rate for host, rate in each.links.items()}
         if members != list(self._began):
             self._links.clear()
@@ -74,7 +75,8 @@ class SpeedMonitor:
         self._newest = {member: self._times_of(each) for member, each in timings.items()}
         rows = self._times_since(self._window)
         if _seconds(rows) >= _WINDOW_S and _has_steps(rows):
-            self._causes[self._cause(rows)] += 1
+            cause = find_cause(self._speeds(rows), 0, self._links)
+            self._causes[None if cause is None else cause[:2]] += 1
             self._window = self._newest
 
     def _times_of(self, totals: Totals) -> PhaseTimes:
@@ -84,10 +86,6 @@ class SpeedMonitor:
 
     def _times_since(self, began: Mapping[WorkerHandle, PhaseTimes]) -> PhaseTimes:
         return np.array([_difference(self._newest[member], row) for member, row in began.items()])
-
-    def _cause(self, rows: PhaseTimes) -> tuple[str, int | None] | None:
-        cause = find_cause(self._speeds(rows), 0, self._links)
-        return None if cause is None else cause[:2]
 
     def _speeds(self, rows: PhaseTimes) -> list[WorkerSpeed]:
         return [

@@ -6,10 +6,9 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from raysgd._internal.context import Holdings, Progress
+from raysgd._internal.progress import Holdings, Progress
 from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Worker
@@ -18,7 +17,7 @@ from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health_monitor import HealthMonitor
-from raysgd.elastic.policies import leaders_progress, pause_step
+from raysgd.elastic.policies import choose_leader, pause_step
 from raysgd.elastic.state_machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
 from raysgd.errors import CollectiveError
 
@@ -44,7 +43,7 @@ class Supervision:
     def begin(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self._context.call = call
-        self.progress_before = replace(self._journal.progress, holdings=Holdings())
+        self.progress_before = self._journal.progress._replace(holdings=Holdings())
         """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
         self._replay: Call | None = None
@@ -55,8 +54,8 @@ class Supervision:
 
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
-        before, call = self.progress_before, self._context.call
-        step = self._journal.progress.global_step
+        before, call = self.progress_before.position, self._context.call
+        step = self._journal.reached.global_step
         if step >= before.global_step or not (call.has_batches or call.replay):
             return False
         if not self._has_warned:
@@ -101,14 +100,15 @@ class Supervision:
             assert self._replay is not None
             return self._replay
         if action.begins:
-            call.on_begin(call, leaders_progress([self._journal.progress, self.progress_before]))
+            newest = choose_leader([self._journal.progress, self.progress_before])
+            call.on_begin(call, newest.position)
         return call
 
     def _prepare(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
-        call.log_points.begin(self._journal.progress.global_step, members)
+        call.log_points.begin(self._journal.reached.global_step, members)
         request = call.request
         if call.rank is None:
             shares = self._context.share_balancer.choose_for(members)
@@ -136,7 +136,7 @@ class Supervision:
         call.log_points.add(progress, self._group.members)
         self._journal.progress = polled or self._journal.progress
         if progress:
-            self._journal.progress = leaders_progress(list(progress.values()))
+            self._journal.progress = choose_leader(list(progress.values()))
             self._context.advance(progress)
         if attempt.has_failed:
             return self._failure(call, attempt)
@@ -168,7 +168,7 @@ class Supervision:
         """Return the progress of the members that answer, and show it."""
         progress = self._commands.ask_progress(call.log_points.acknowledged_step)
         if call.on_wait is not None:
-            call.on_wait(list(progress.values()))
+            call.on_wait([each.bar for each in progress.values()])
         call.log_points.add(progress, self._group.members)
         return progress
 
@@ -204,7 +204,7 @@ class Supervision:
                 continue  # the workers wait for the network too
             progress = self._ask_progress(call)
             if progress:
-                newest = leaders_progress([p for p in (newest, *progress.values()) if p])
+                newest = choose_leader([p for p in (newest, *progress.values()) if p])
             if call.has_batches:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
@@ -222,7 +222,7 @@ class Supervision:
         """Let all workers pause at the same step, so that workers can join and leave."""
         if len(progress) < len(self._group.members) or attempt.outcomes:
             return  # a worker does not answer, or the call is ending
-        if not all(p.step_s for p in progress.values()):
+        if not all(p.measured.step_s for p in progress.values()):
             return  # the step duration is unknown before the first step
         step = pause_step(list(progress.values()), notice_s)
         steps = self._commands.pause_at(step).values()
@@ -234,4 +234,4 @@ class Supervision:
         assert self.attempt is not None
         self._commands.interrupt(self.attempt)
         reached = list(self._commands.ask_progress().values())
-        return leaders_progress(reached) if reached else None
+        return choose_leader(reached) if reached else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import LogPoint
+from raysgd._internal.progress import LogPoint
 from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
 from raysgd.cluster.serialization import pack
 from raysgd.loop.train_state import TrainState

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raysgd._internal.context import Holdings
+from raysgd._internal.progress import Holdings
 from raysgd.loop.update import Factors, Update
 
 UPDATE_HOOKS = (

@@ -24,7 +24,7 @@ class LoopControl:
         self.next_log_step: int | None = None  # the same number for the next log: ends a segment
         self._interrupted = False
         self._is_waiting = False
-        self.failed_at = ""  # see `Progress.failed_at`
+        self.failed_at = ""  # see `ProcessStatus.failed_at`
 
     def pauses_at(self, step: int) -> bool:
         """Return whether a pause or a log is due after `step` committed steps."""

@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from raysgd._internal import progress
 from raysgd._internal.config import BATCH_SIZE, worker_config
-from raysgd._internal.context import Progress, Request, Runner, WorkerContext
+from raysgd._internal.context import Request, Runner, WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
@@ -50,7 +51,7 @@ class OperatorRunner(Runner, ABC):
 
     # ---- lifecycle
 
-    def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
+    def rejoin(self, context: WorkerContext, leader_rank: int) -> str | None:
         self._set_config_batch(context)
         loop, train_state = self._hosted_loop, self._train_state
         position = train_state.saved_position()
@@ -67,6 +68,7 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(state["batching"])  # may differ in the setup
             train_state.data.check_equal_data(state["fingerprint"])
         train_state.data.warn_of_stale_ranks()
+        return "\n".join(filter(None, (each.warning for each in train_state.features)))
 
     def _load_from_leader(self, leader_rank: int) -> Mapping[str, Any] | None:
         """Load the state of the leader, and return it. Return None on the leader.
@@ -149,37 +151,50 @@ class OperatorRunner(Runner, ABC):
 
     # ---- access from another thread
 
-    def progress(self, acknowledged_step: int = -1) -> Progress:
+    def progress(self, acknowledged_step: int = -1) -> progress.Progress:
         if self._loop is None:
-            return Progress()
+            return progress.Progress()
         train_state, segment = self._train_state, self._train_state.step_iterator
         running, features = segment or self._loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.update.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
-        source, began_at = self._loop.source, self._loop.call_progress.state.began_at
+        source, snapshots = self._loop.source, self._loop.snapshots
+        call, timing = self._loop.call_progress, train_state.timing.totals
         num_copies = train_state.context.world_size if is_merged else 1
-        return Progress(
+        position = progress.Reached(
             epoch=train_state.epoch,
             in_epoch=train_state.offset > 0,
             global_step=train_state.global_step,
             validation_offset=train_state.position.validation_offset,
             num_batches=0 if running is None else running.num_finished_steps,
+            epoch_samples=source.epoch_samples,
+        )
+        bar = progress.Bar(
+            epoch=position.epoch,
+            global_step=position.global_step,
+            num_batches=position.num_batches,
             total_batches=None if running is None else running.total_steps,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
-            epoch_samples=source.epoch_samples,
+            latest_metrics={} if meters is None else self._metric_reader.read(meters),
+            timing=timing,
+        )
+        measured = progress.Measured(
             step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
-            snapshot_step=self._loop.snapshots.newest_step,
-            num_changes=self._loop.snapshots.num_changes,
-            split=train_state.micro_batching.split,
-            blocked_on_driver=True,  # if this worker has returned
-            latest_metrics={} if meters is None else self._metric_reader.read(meters),
-            log_points=self._loop.call_progress.release_points(acknowledged_step),
-            bad_steps=[s for each in features for s in each.bad_steps if s["step"] > began_at],
+            timing=timing,
+            log_points=call.release_points(acknowledged_step),
+        )
+        bad_steps = [each for feature in features for each in feature.bad_steps]
+        bad_steps = [each for each in bad_steps if each["step"] > call.state.began_at]
+        failed_at = self.control.failed_at or f"after step {position.global_step}"
+        return progress.Progress(
+            position=position,
+            bar=bar,
+            measured=measured,
+            snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_changes),
+            updates=progress.Updates(train_state.micro_batching.split, bad_steps),
             holdings=train_state.holdings,
-            timing=train_state.timing.totals,
-            failed_at=self.control.failed_at or f"after step {train_state.global_step}",
-            warning="\n".join(filter(None, (each.warning for each in features))),
+            process=progress.ProcessStatus(True, failed_at),  # blocked if this worker has returned
         )
 
     def request_stop(self, requested: bool) -> None:

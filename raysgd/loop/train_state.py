@@ -6,15 +6,16 @@ import contextlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from raysgd._internal.collectives import Collectives
-from raysgd._internal.context import Holdings, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves, preserving
+from raysgd._internal.progress import Holdings
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.cluster.large_values import Incoming
@@ -241,7 +242,7 @@ class TrainState(ABC):
         """What this worker has of the state. Another thread may read it."""
         own = self.replication.holdings
         is_damaged = self.update.is_damaged and own.condition == "good"
-        return replace(own, condition="damaged") if is_damaged else own
+        return own._replace(condition="damaged") if is_damaged else own
 
 
 class SavedState(ABC):

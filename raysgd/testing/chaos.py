@@ -120,7 +120,7 @@ class Chaos:
     def _run(self) -> None:
         while self.pending and not self._stop.wait(_POLL_S):
             controller = self._trainer._controller
-            step = max((p.global_step for p in controller.ask_progress().values()), default=-1)
+            step = controller.ask_step()
             for fault in list(self.pending):
                 if fault.step <= step:
                     self._inject(fault, list(controller.members))

@@ -9,7 +9,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from raysgd._internal.context import Progress, Request, Runner, WorkerContext
+from raysgd._internal.context import Request, Runner, WorkerContext
+from raysgd._internal.progress import ProcessStatus, Progress, Reached
 from raysgd.cluster import process
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.requests import ApplyRequest
@@ -75,7 +76,7 @@ class FunctionRunner(Runner):
         if running is None:
             return Progress()
         waits = running.report_queue.blocked_on_driver
-        return Progress(global_step=running.iteration, blocked_on_driver=waits)
+        return Progress(Reached(global_step=running.iteration), process=ProcessStatus(waits))
 
     def request_stop(self, requested: bool) -> None:
         if requested and self._session is not None:

@@ -90,7 +90,9 @@ class OperatorTrainer(TrainerInfo):
         # Whether steps have config[BATCH_SIZE] samples with any number of workers.
         self._keeps_batch = True
         if options.config.get(BATCH_SIZE) is not None:
-            request = ApplyOperatorRequest(function=_keeps_requested_batch)
+            request = ApplyOperatorRequest(
+                function=lambda op: op._train_state.data.keeps_requested_batch
+            )
             self._keeps_batch = dispatcher.run(request, rank=0, allows_any_size=True)[0]
 
     def _notify_callbacks(self) -> None:
@@ -492,7 +494,3 @@ def known_arguments(trainer_cls: type[OperatorTrainer]) -> list[str]:
     """Return the arguments of a trainer class, and of the base class that it passes them to."""
     kinds = [kind for kind in trainer_cls.__mro__ if OperatorTrainer in kind.__mro__[1:]]
     return [name for kind in kinds for name in inspect.signature(kind).parameters]
-
-
-def _keeps_requested_batch(operator: Any) -> bool:
-    return bool(operator._train_state.data.keeps_requested_batch)

@@ -6,13 +6,14 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from raysgd._internal.context import Progress, Request
+from raysgd._internal.context import Request
 from raysgd._internal.nonfinite import nonfinite_loss
+from raysgd._internal.progress import Progress, Reached
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
@@ -41,44 +42,6 @@ class CallResult(NamedTuple):
         return [merge_workers([each]) for each in self.results]
 
 
-@dataclass(kw_only=True)
-class TrainGoal:
-    """What a call of ``train`` trains. Its first attempt turns a number of steps into a step."""
-
-    request: TrainRequest
-    num_steps: int | None
-    """Number of steps to train. None means the rest of the epoch."""
-    schedule_pause: Callable[[int, bool], int | None]
-    """Returns the first pause step. Arguments: the committed steps, and whether to save soon."""
-    progress_before: Progress | None = None
-
-    def as_call(self, **options: Any) -> Call:
-        """Return the call. Pauses of callbacks split it into parts, which share their metrics."""
-        return Call(
-            request=self.request,
-            on_begin=self._make_absolute,
-            has_batches=True,
-            can_pause=True,
-            departure_request=DepartureRequest(call_number=self.request.call_number),
-            **options,
-        )
-
-    def _make_absolute(self, call: Call, progress: Progress) -> None:
-        """Set the absolute goal of the call, and the step of its next pause."""
-        request, step = self.request, progress.global_step
-        if self.progress_before is None:
-            self.progress_before = progress
-            request = replace(request, start_step=step)
-            if self.num_steps is None:
-                request = replace(request, until_epoch=progress.epoch + 1)
-            else:
-                goals = (step + self.num_steps, request.until_step or sys.maxsize)
-                request = replace(request, until_step=min(goals))
-        pause = self.schedule_pause(step, call.must_save_soon)
-        call.request = self.request = replace(request, callback_pause=pause)
-        call.must_save_soon = False
-
-
 @dataclass(eq=False)
 class Dispatcher:
     """Runs the calls of one trainer.
@@ -97,7 +60,7 @@ class Dispatcher:
     _being_reported: dict[str, Any] = field(default_factory=dict)
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Workers recognize a repeated call by its number."""
-    _newest_training: TrainGoal | None = None
+    _newest_training: TrainRequest | None = None
     _unfinished_validation: int | None = None
     """Call number of a validation that has not returned."""
     _has_bad_loss: bool = False
@@ -145,12 +108,12 @@ class Dispatcher:
             call.replay = self._replay_of
         return [outcome.value() for outcome in self.controller.run(call)]
 
-    def _replay_of(self, reached: Progress) -> Call | None:
+    def _replay_of(self, reached: Reached) -> Call | None:
         """Return the call that repeats training up to `reached`."""
         if self._newest_training is None:
             return None
         request = replace(
-            self._newest_training.request,
+            self._newest_training,
             until_epoch=None if reached.in_epoch else reached.epoch,
             until_step=reached.global_step if reached.in_epoch else None,
             callback_pause=None,
@@ -166,16 +129,19 @@ class Dispatcher:
         num_steps: int | None,
         max_retries: int,
     ) -> CallResult:
-        goal = self._newest_training = TrainGoal(
-            request=replace(request, until_nan=self._ends_at_nan),
-            num_steps=num_steps,
-            schedule_pause=self.callback_list.schedule_pause,
+        request = replace(request, until_nan=self._ends_at_nan)
+        call = Call(
+            request=request,
+            on_begin=partial(self._set_goal, request, num_steps),
+            max_losses=max_retries,
+            has_batches=True,
+            can_pause=True,
+            log_points=LogPoints(request.call_number),
+            departure_request=DepartureRequest(call_number=request.call_number),
         )
-        call = goal.as_call(max_losses=max_retries, log_points=LogPoints(request.call_number))
         controller, seconds, is_paused = self.controller, 0.0, True
         try:
             while is_paused:
-                goal.request = replace(goal.request, info=dict(request.info))
                 call.on_wait = self.callback_list.watch(trainer, "train")
                 call.log_points.show = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
@@ -186,15 +152,31 @@ class Dispatcher:
         finally:
             call.on_wait = call.log_points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
-        assert goal.progress_before is not None
-        completed = controller.progress.epoch > goal.progress_before.epoch
+        assert call.began_at is not None
+        reached, speed = controller.journal.reached, controller.speed.end_lap("train")
         results += [outcome.value() for outcome in call.departed_results]
         merged = self._merge(results)
-        num_samples = controller.progress.epoch_samples
-        last_call = LastCall(
-            "train", ended, seconds, controller.speed.end_lap("train"), num_samples
-        )
-        return CallResult(results, merged, completed, last_call)
+        last_call = LastCall("train", ended, seconds, speed, reached.epoch_samples)
+        return CallResult(results, merged, reached.epoch > call.began_at.epoch, last_call)
+
+    def _set_goal(
+        self, request: TrainRequest, num_steps: int | None, call: Call, position: Reached
+    ) -> None:
+        """Set the goal of a call of ``train``, and the step of its next pause.
+
+        `num_steps` is the number of steps to train. None means the rest of the epoch.
+        """
+        start = call.began_at = call.began_at or position
+        pause = self.callback_list.schedule_pause(position.global_step, call.must_save_soon)
+        if num_steps is None:
+            request = replace(request, until_epoch=start.epoch + 1)
+        else:
+            goals = (start.global_step + num_steps, request.until_step or sys.maxsize)
+            request = replace(request, until_step=min(goals))
+        info, start_step = dict(request.info), start.global_step
+        request = replace(request, info=info, start_step=start_step, callback_pause=pause)
+        call.request = self._newest_training = request
+        call.must_save_soon = False
 
     def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:
         """Pass the metrics of a point to callbacks."""
@@ -206,8 +188,11 @@ class Dispatcher:
         speed = self.controller.speed.end_lap("step", {m: timing[m].timing for m in members})
         call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
         # Until `on_log` returns, the trainer has the epoch and the step of the point.
-        committed, step = journal.progress, newest.global_step
-        journal.progress = replace(committed, epoch=newest.epoch, in_epoch=False, global_step=step)
+        committed, position = (
+            journal.progress,
+            Reached(newest.epoch, False, newest.global_step),
+        )
+        journal.progress = Progress(position, updates=committed.updates)
         try:
             measured = [each.value() if isinstance(each, Parcel) else each for each in packed]
             merged = self._merge(measured)
@@ -219,7 +204,8 @@ class Dispatcher:
     def _report_bad_steps(self, trainer: Trainer) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
         newest = max((each["step"] for each in self.bad_steps), default=0)
-        new_steps = [each for each in self.controller.progress.bad_steps if each["step"] > newest]
+        bad_steps = self.controller.journal.progress.updates.bad_steps
+        new_steps = [each for each in bad_steps if each["step"] > newest]
         if not new_steps:
             return
         self.bad_steps += new_steps
@@ -241,7 +227,7 @@ class Dispatcher:
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
                 "the first such step. A CheckpointCallback keeps the last finite state.",
                 bad,
-                self.controller.progress.global_step,
+                self.controller.journal.reached.global_step,
             )
         self._has_bad_loss = bool(bad)
         return merged
@@ -259,12 +245,12 @@ class Dispatcher:
             request = replace(request, call_number=self._unfinished_validation)
         self._unfinished_validation = request.call_number
         on_wait = self.callback_list.watch(trainer, "validate")
-        start = 0 if request.from_start else self.controller.progress.validation_offset
+        start = 0 if request.from_start else self.controller.journal.reached.validation_offset
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_wait=on_wait)
         seconds = time.perf_counter() - started
         self._unfinished_validation = None
         merged = self._merge(results)
-        is_complete = start == self.controller.progress.validation_offset == 0
+        is_complete = start == self.controller.journal.reached.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
         return CallResult(results, merged, False, last_call)

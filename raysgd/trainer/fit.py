@@ -105,7 +105,9 @@ class FitLoop:
         self.stop_reason = None
         with callback_list.attach(trainer, added):
             why = "fit() does not validate."
-            request = ApplyOperatorRequest(function=_has_validation_loader)
+            request = ApplyOperatorRequest(
+                function=lambda operator: operator._train_state.data.has("validation")
+            )
             if options.validate_every and not any(dispatcher.run(request, method="fit")):
                 why = f"{why} {missing_loader('validation')}"
                 options = replace(options, validate_every=None)
@@ -226,7 +228,7 @@ class FitLoop:
 
     @property
     def num_completed(self) -> int:
-        return self.dispatcher.controller.progress.epoch
+        return self.dispatcher.controller.journal.reached.epoch
 
     @property
     def is_due(self) -> bool:
@@ -239,12 +241,12 @@ class FitLoop:
     @property
     def lacks_validation(self) -> bool:
         """Whether the validation of the newest epoch is missing, and no training followed."""
-        if self._due_at == self.dispatcher.controller.progress.global_step:
+        if self._due_at == self.dispatcher.controller.journal.reached.global_step:
             return True
         return self.num_completed > self._num_validated and self.is_due
 
     def _set_due_validation(self, is_due: bool) -> None:
-        self._due_at = self.dispatcher.controller.progress.global_step if is_due else None
+        self._due_at = self.dispatcher.controller.journal.reached.global_step if is_due else None
 
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
@@ -303,7 +305,3 @@ def _check_monitors(monitored: Mapping[str, str], metrics: Sequence[str], why: s
             raise ValueError(f"{argument}: there is no such metric, because {why}")
         if f"val_{name}" in metrics:
             logger.warning("%s: validation has 'val_%s', but not this metric.", argument, name)
-
-
-def _has_validation_loader(operator: Any) -> bool:
-    return bool(operator._train_state.data.has("validation"))

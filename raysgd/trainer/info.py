@@ -12,8 +12,6 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
-from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.fit import FitLoop
 from raysgd.trainer.state import StateTransfer
 
 
@@ -27,10 +25,7 @@ class TrainerInfo:
 
     _options: Options
     _controller: Controller
-    _dispatcher: Dispatcher
-    _fit_loop: FitLoop
     _keeps_batch: bool
-    _logdir: Path | None
     _transfer: StateTransfer
 
     @property
@@ -65,10 +60,11 @@ class TrainerInfo:
     )
     logdir: Path | None = forward_to("_logdir", "The run folder.")
     global_step: int = forward_to(
-        "_controller.progress.global_step", "Finished training steps of all calls."
+        "_controller.journal.reached.global_step", "Finished training steps of all calls."
     )
     split: int = forward_to(
-        "_controller.progress.split", "Micro-batches per batch, above 1 after memory ran out."
+        "_controller.journal.progress.updates.split",
+        "Micro-batches per batch, above 1 after memory ran out.",
     )
     latest_metrics: dict[str, Any] = forward_to(
         "_dispatcher.metrics", "The newest metrics of `train` and `validate`, in one dict."
@@ -86,8 +82,8 @@ class TrainerInfo:
     @property
     def epoch(self) -> int:
         """The current or just finished epoch, counted from 1. 0 before the first epoch."""
-        progress = self._controller.progress
-        return progress.epoch + progress.in_epoch
+        reached = self._controller.journal.reached
+        return reached.epoch + reached.in_epoch
 
     @property
     def events(self) -> list[Event]:

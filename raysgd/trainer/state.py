@@ -23,6 +23,7 @@ from raysgd.checkpoint.manifest import HashingFile
 from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.elastic.call import LoadRequest
+from raysgd.elastic.policies import must_hand_over
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import WorkerLostError
 from raysgd.loop.options import Options
@@ -96,7 +97,8 @@ class StateTransfer:
         controller, snapshot = self.dispatcher.controller, None
         if not controller.members and controller.can_restart():
             snapshot = controller.snapshots.load()
-        reached, kept_step = controller.progress.global_step, (snapshot or {}).get("global_step", 0)
+        reached = controller.journal.reached.global_step
+        kept_step = (snapshot or {}).get("global_step", 0)
         lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
         if not snapshot or kept_step < reached or lacks:
             try:  # new workers repeat the steps after the snapshot
@@ -110,8 +112,7 @@ class StateTransfer:
                 text = "%s(): no worker starts, so the state is that of step %d, not %d."
                 logger.warning(text, method, kept_step, reached)
         # Copy the state, because it may be one that the user loaded.
-        copied: dict[str, Any] = map_leaves(without_call(self.merge(snapshot)), try_copy)
-        return copied
+        return dict(map_leaves(without_call(self.merge(snapshot)), try_copy))
 
     def models(self, method: str = "get_model") -> Any:
         self._prepare_export(method)
@@ -123,7 +124,7 @@ class StateTransfer:
 
     def _fetch(self, request: Request, method: str, **options: Any) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
-        rank = 0 if self.dispatcher.controller.progress.holdings.complete else None
+        rank = None if must_hand_over(self.dispatcher.controller.journal.progress) else 0
         options = {"rank": rank, "open_inbox": Inbox, "allows_any_size": True, **options}
         return self.dispatcher.run(request, method=method, **options)
 
@@ -139,13 +140,13 @@ class StateTransfer:
         check_flags("save", provenance=provenance, frozen=frozen)
         self.dispatcher.check_open()
         target, controller = Location(path), self.dispatcher.controller
-        members, is_complete = controller.members, controller.progress.holdings.complete
+        members, progress = controller.members, controller.journal.progress
         manifest = checkpoint.Manifest(
             world_size=len(members), operator=self.options.training_operator_cls.__qualname__
         )
         is_remote = bool(members) and all(member.remote for member in members)
         with controller.speed.saving():
-            if is_complete and is_remote and not _allows_own_types():
+            if is_remote and not (must_hand_over(progress) or _allows_own_types()):
                 return self._stream(target, manifest, provenance, frozen)
             state = self.collect("save", provenance, frozen)
             return checkpoint.write_file(state, target.name, manifest)

@@ -19,7 +19,7 @@ other = cluster.add_node(**node)
 ray.init(address=cluster.address, log_to_driver=False)
 
 from raysgd import ElasticConfig
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.placement import reserve

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd._internal.context import Holdings
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves
+from raysgd._internal.progress import Holdings
 from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import Replication, StepFeature
 from raysgd.loop.update import Update

@@ -5,11 +5,13 @@ If the protocol between the driver and the workers changes, adapt this file, but
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray.exceptions
 
-from raysgd._internal.context import Holdings, Progress
+from raysgd._internal import progress
+from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
@@ -22,7 +24,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
-from raysgd.trainer.dispatcher import TrainGoal
+from raysgd.trainer.dispatcher import Dispatcher
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
 
@@ -117,17 +119,16 @@ class Driver:
             can_pause=True,
         )
         outcomes = self.controller.run(self.call)
-        return [outcome.progress.global_step for outcome in outcomes]
+        return [outcome.progress.position.global_step for outcome in outcomes]
 
     def train_further(self, num_steps):
         """Train a number of steps, in a call that computes its goal itself."""
-        goal = TrainGoal(
-            request=TrainRequest(call_number=0),
-            num_steps=num_steps,
-            schedule_pause=lambda step, immediately: None,
-        )
-        outcomes = self.controller.run(goal.as_call())
-        return [outcome.progress.global_step for outcome in outcomes]
+        request = TrainRequest(call_number=0)
+        dispatcher = Dispatcher(self.controller, CallbackList(), "Trainer")
+        begin = partial(dispatcher._set_goal, request, num_steps)
+        call = Call(request=request, on_begin=begin, has_batches=True, can_pause=True)
+        outcomes = self.controller.run(call)
+        return [outcome.progress.position.global_step for outcome in outcomes]
 
     @property
     def workers(self):
@@ -145,7 +146,7 @@ class Driver:
 
     @property
     def step(self):
-        return self.controller.progress.global_step
+        return self.controller.journal.reached.global_step
 
     @property
     def has_snapshot(self):
@@ -360,17 +361,15 @@ class SimMember(WorkerHandle):
         self.end("communication", ConnectionError("closed by peer"))
 
     def _progress(self, acknowledged_step=-1):
-        return Progress(
-            global_step=self.step,
-            num_batches=self.step,
-            step_s=self._world.step_s,
-            samples_per_s=self.speed,
-            snapshot_step=self.snapshot_step,
-            terminated_s=None
-            if self.terminated_at is None
-            else self._world.now - self.terminated_at,
-            holdings=Holdings(complete=not self.divided, condition=self.condition),
-            warning=self.warning,
+        began = self.terminated_at
+        terminated_s = None if began is None else self._world.now - began
+        return progress.Progress(
+            position=progress.Reached(global_step=self.step),
+            bar=progress.Bar(global_step=self.step),
+            measured=progress.Measured(step_s=self._world.step_s, samples_per_s=self.speed),
+            snapshot=progress.SnapshotStatus(self.snapshot_step),
+            holdings=progress.Holdings(complete=not self.divided, condition=self.condition),
+            process=progress.ProcessStatus(terminated_s=terminated_s),
         )
 
     @property
@@ -569,7 +568,7 @@ class SimMember(WorkerHandle):
         else:
             self.step, self.condition = leader.step, leader.condition
             self.weights = list(leader.weights)
-        self.end("ok")
+        self.end("ok", self.warning)
 
 
 class SimGroup(ActorGroup):

@@ -1,6 +1,5 @@
 """The progress of calls in terminals, notebooks, and files."""
 
-import dataclasses
 import io
 import logging
 import re
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tqdm.auto
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Bar
 from raysgd._internal.step_timing import PHASES, Totals
 from raysgd.callbacks import EarlyStopping, EpochLines, ProgressBar
 from raysgd.callbacks import progress as module
@@ -46,7 +45,7 @@ def terminal(monkeypatch):
 
 
 def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
-    return Progress(
+    return Bar(
         num_batches=num_batches,
         total_batches=total,
         num_samples=num_samples,
@@ -57,7 +56,7 @@ def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
 
 def timed(num_batches, **seconds):
     totals = Totals(tuple(seconds.get(name, 0.0) for name in PHASES))
-    return dataclasses.replace(progress(num_batches), timing=totals)
+    return progress(num_batches)._replace(timing=totals)
 
 
 def test_a_bar_shows_the_longest_phase_unless_it_is_computing(terminal):
@@ -259,7 +258,7 @@ def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
     trainer.num_epochs = 8
     bar.on_progress(trainer, "train", [])
     losses = {"loss_g": 0.5, "loss_d": 1.5}
-    bar.on_progress(trainer, "train", [Progress(epoch=1, num_batches=2, latest_metrics=losses)])
+    bar.on_progress(trainer, "train", [Bar(epoch=1, num_batches=2, latest_metrics=losses)])
     text = terminal.getvalue()
     assert "epoch 2/8" in text
     assert "loss_g=0.5, loss_d=1.5" in text

@@ -84,7 +84,8 @@ class FakeMember:
         self.killed = 0
         self.torn_down = 0
         self.left, self.killed_process = None, 0
-        self.node = self.node_id = "ab"[actor % 2]
+        self.node = "ab"[actor % 2]
+        self.info = WorkerInfo(node_id="", node_ip="")
 
     def locate(self, info):
         self.info = info
@@ -195,7 +196,7 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert member not in group.members
     assert group.slot_of(member) is None
     assert group.find_vacant_slots() == [slot]
-    assert slot.last_node_id == member.node_id
+    assert slot.last_node_id == member.info.node_id
     successor = group.start_worker(slot)
     assert group.find_vacant_slots() == []
     assert group.slot_of(successor) is slot
@@ -208,7 +209,7 @@ def test_room_on_a_draining_node_is_replaced(start):
     group = start(num_workers=2, room=2)
     member = group.members[1]
     slot = group.slot_of(member)
-    group.notices.announce(member.node_id, None)
+    group.notices.announce(member.info.node_id, None)
     assert [slot.strategy for slot in group.find_vacant_slots()] == [2]  # before the worker leaves
     group.discard(member)
     assert slot not in group.find_vacant_slots()

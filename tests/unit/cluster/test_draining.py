@@ -23,7 +23,7 @@ def train(controller, step, max_losses=0):
         departure_request=DepartureRequest(call_number=0),
     )
     outcomes = controller.run(call)
-    assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)
+    assert [outcome.progress.position.global_step for outcome in outcomes] == [step] * len(outcomes)
     return call
 
 
@@ -100,11 +100,11 @@ def test_without_room_workers_leave_shortly_before_the_deadline(start):
 
 def test_a_draining_node_gets_no_worker(start):
     world, controller = start(room=6)
-    node = controller.members[0].node_id
+    node = controller.members[0].info.node_id
     world.at_step(20, lambda: controller.drain(node, None, 60.0))
     train(controller, 300)
     assert kinds(controller) == ["draining", "moved"]  # both of its workers together
-    assert node not in {member.node_id for member in controller.members}
+    assert node not in {member.info.node_id for member in controller.members}
     assert len(controller.members) == 3
 
 
@@ -125,8 +125,8 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
         member.divided = is_divided
     begun, snapshots = [], controller.snapshots
 
-    def on_begin(call, progress):
-        begun.append((progress.global_step, call.must_save_soon, snapshots.load()))
+    def on_begin(call, position):
+        begun.append((position.global_step, call.must_save_soon, snapshots.load()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
     request = TrainRequest(call_number=0, until_step=100)

@@ -14,7 +14,8 @@ from dataclasses import replace
 import pytest
 
 from raysgd._internal import tracebacks
-from raysgd._internal.context import PausedError, Progress, WorkerContext
+from raysgd._internal.context import PausedError, WorkerContext
+from raysgd._internal.progress import Progress, Reached
 from raysgd.backends import CollectiveBackend
 from raysgd.cluster.serialization import Parcel, pack
 from raysgd.cluster.worker import CarriedError, Worker
@@ -42,7 +43,7 @@ class FakeRunner:
         self.calls.append(("rejoin", context.generation, leader_rank))
 
     def progress(self, acknowledged_step=-1):
-        return Progress(global_step=self.step)
+        return Progress(Reached(global_step=self.step))
 
     def request_stop(self, requested):
         self.calls.append(("stop", requested))
@@ -358,7 +359,7 @@ def test_next_generation_waits_for_messages_to_the_previous_one(worker):
 def test_a_pause_is_neither_a_result_nor_a_failure(worker):
     worker.runner.step = 4
     outcome = call(worker, fail_with(PausedError()))
-    assert (outcome.kind, outcome.payload, outcome.progress.global_step) == ("paused", None, 4)
+    assert (outcome.kind, outcome.payload, outcome.progress.position[2]) == ("paused", None, 4)
     worker.interrupt()
     assert call(worker, fail_with(PausedError())).kind == "paused"
 

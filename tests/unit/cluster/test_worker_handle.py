@@ -11,7 +11,7 @@ import pytest
 import ray
 import ray.exceptions
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd.cluster import worker_handle as members
 from raysgd.cluster.host_monitor import LostError
 from raysgd.cluster.serialization import pack

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray.exceptions
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
 from raysgd.elastic.attempt import Attempt
@@ -47,7 +47,7 @@ def attempt_of(*names):
 
 def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again_until_the_wait_ends():
     group = SimpleNamespace(clock=Clock(), detect_cut_off=lambda: False)
-    requests = Commands(group, None, lambda: None, timeout_s=1)
+    requests = Commands(group, None, lambda: None, 1.0)
     assert requests.probe_or_kill([Named("a")], is_over=lambda: True) == ({}, {})
     assert requests.probe_or_kill([Named("a")]) == ({"a": Progress()}, {})
 
@@ -70,7 +70,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     assert attempt.has_failed
     assert attempt.needs_new_group  # so that the call is repeated, if possible
     stopped = outcome("stopped", RuntimeError())
-    commands = Commands(SimpleNamespace(clock=Clock()), None, None, timeout_s=1)
+    commands = Commands(SimpleNamespace(clock=Clock()), None, None, 1.0)
     monkeypatch.setattr(commands, "interrupt", lambda _: futures["b"].set_result(stopped))
     commands.stop(attempt)
     assert not attempt.lost

@@ -20,7 +20,7 @@ def world():
 
 def train(controller, until_step=40, **options):
     outcomes = run(controller, "train", until_step=until_step, **options)
-    return [outcome.progress.global_step for outcome in outcomes]
+    return [outcome.progress.position.global_step for outcome in outcomes]
 
 
 def fail_all_to_talk(members):
@@ -177,7 +177,7 @@ def test_steps_lost_before_ctrl_c_in_a_restart_are_left_to_the_next_call(world):
     world.at_step(25, lambda: [member.die("OOM") for member in controller.members])
     with pytest.raises(KeyboardInterrupt):
         train(controller, max_losses=1)
-    assert controller.progress.global_step > world.kept_by_driver == 20
+    assert controller.journal.reached.global_step > world.kept_by_driver == 20
 
 
 def test_on_wait_gets_the_progress_of_the_workers(world):

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import ProcessStatus, Progress, Reached
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.health_monitor import HealthMonitor
@@ -40,7 +40,7 @@ def test_stacks_are_logged_once_per_standstill(clock, caplog):
     monitor, *_ = watched(clock, member)
     for step in range(2):
         for _ in range(4):
-            monitor.log_standstill({member: Progress(global_step=step)})
+            monitor.log_standstill({member: Progress(Reached(global_step=step))})
             clock.now += 40
     shown = [record.getMessage() for record in caplog.records]
     assert len(shown) == 2
@@ -59,10 +59,9 @@ def waits(members, *states):
     for member, state in zip(members, states, strict=True):
         said = str(state)
         number = said.removeprefix("held ")
-        found[member] = Progress(
-            blocked_on_driver=said.startswith("held"),
-            collective=int(number) if number.isdecimal() else None,
-        )
+        collective = int(number) if number.isdecimal() else None
+        process = ProcessStatus(said.startswith("held"), collective=collective)
+        found[member] = Progress(process=process)
     return found
 
 

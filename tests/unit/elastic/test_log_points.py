@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._internal.context import LogPoint, Progress
+from raysgd._internal.progress import LogPoint, Measured, Progress
 from raysgd._internal.step_timing import Totals
 from raysgd.elastic.call import LogPoints
 
@@ -40,7 +40,8 @@ def run():
     points.begin(0, [a, b])
 
     def take(*workers, members=(a, b)):
-        points.add({each: Progress(log_points=each.points) for each in workers}, members)
+        measured = {each: Measured(log_points=each.points) for each in workers}
+        points.add({each: Progress(measured=measured[each]) for each in workers}, members)
 
     return SimpleNamespace(points=points, a=a, b=b, shown=shown, take=take)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.context import Holdings, Progress
+from raysgd._internal.progress import Holdings, Measured, Progress, Reached
 from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
@@ -53,22 +53,23 @@ def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
 
 
 CONDITIONS = [Holdings(), Holdings(condition="damaged")]
-STEPS = [Progress(global_step=n, holdings=each) for n in (5, 6) for each in CONDITIONS]
+STEPS = [Progress(Reached(0, False, n), holdings=each) for n in (5, 6) for each in CONDITIONS]
 
 
 @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=4), st.frozensets(st.integers(0, 3)))
 def test_no_committed_step_is_discarded(progress, leaving):
     leader, staying = choose_members(dict(enumerate(progress)), leaving)
-    whole = [p.global_step for p in progress if p.holdings == Holdings()]
-    assert progress[leader].global_step == max(whole or [p.global_step for p in progress])
+    steps = [each.position.global_step for each in progress]
+    whole = [step for step, p in zip(steps, progress, strict=True) if p.holdings == Holdings()]
+    assert steps[leader] == max(whole or steps)
     assert leader in staying
     assert set(range(len(progress))) - set(staying) <= leaving
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_the_leader_is_the_lowest_rank_with_most_steps(steps):
-    leader = choose_leader([Progress(global_step=step) for step in steps])
-    assert leader == steps.index(max(steps))
+    progress = [Progress(Reached(global_step=step)) for step in steps]
+    assert choose_leader(progress) is progress[steps.index(max(steps))]
 
 
 # ---- waiting
@@ -90,15 +91,17 @@ step_times = st.just(0.0) | st.floats(1e-5, 100.0)
     st.floats(0.0, 2.0),
 )
 def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reached, notice_s):
-    progress = [Progress(global_step=reached + more, step_s=step_s) for more, step_s in workers]
-    first = max(progress, key=lambda p: p.global_step)
-    step = pause_step(progress, notice_s)
-    assert all(step >= p.global_step + 2 for p in progress)
+    positions = [Reached(global_step=reached + more) for more, _ in workers]
+    measured = [Measured(step_s=step_s) for _, step_s in workers]
+    pairs = list(zip(positions, measured, strict=True))
+    step = pause_step([Progress(at, measured=speed) for at, speed in pairs], notice_s)
+    assert all(step >= at.global_step + 2 for at in positions)
+    first, (step_s, *_) = max(pairs, key=lambda pair: pair[0].global_step)
     ahead = step - 2 - first.global_step
     # and no later than necessary
-    if first.step_s:
-        rounding = 1e-9 * (1.0 + first.step_s)
-        assert (ahead - 1) * first.step_s - rounding <= notice_s
-        assert notice_s <= ahead * first.step_s + rounding
+    if step_s:
+        rounding = 1e-9 * (1.0 + step_s)
+        assert (ahead - 1) * step_s - rounding <= notice_s
+        assert notice_s <= ahead * step_s + rounding
     else:
         assert ahead == 0

@@ -2,8 +2,9 @@
 
 import pytest
 
-from raysgd._internal.context import Progress
+from raysgd._internal.progress import Measured, Progress
 from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.share_balancer import ShareBalancer
 from tests.unit.cluster.clock import ManualClock
@@ -11,8 +12,8 @@ from tests.unit.cluster.clock import ManualClock
 
 class FakeMember(str):
     @property
-    def node_id(self):
-        return f"node of {self}"
+    def info(self):
+        return WorkerInfo(node_id=f"node of {self}", node_ip="")
 
 
 class FakeGroup:
@@ -22,7 +23,7 @@ class FakeGroup:
         self.members = [FakeMember(f"w{rank}") for rank in range(num_workers)]
 
     def node_traits(self):
-        return {member.node_id: {"CPU", f"slot={member}"} for member in self.members}
+        return {member.info.node_id: {"CPU", f"slot={member}"} for member in self.members}
 
 
 class FakeJournal:
@@ -44,8 +45,8 @@ def make(num_workers=2, **config):
 def poll(group, shares, *speeds, seconds=0.0):
     """Report `speeds` once per second, for `seconds`."""
     for _ in range(int(seconds) + 1):
-        progress = zip(group.members, speeds, strict=True)
-        shares.observe({member: Progress(samples_per_s=speed) for member, speed in progress})
+        progress = [Progress(measured=Measured(samples_per_s=speed)) for speed in speeds]
+        shares.observe(dict(zip(group.members, progress, strict=True)))
         group.clock.sleep(1.0)
 
 
@@ -94,7 +95,7 @@ def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
     group, journal, shares = make(shares="measured")
     poll(group, shares, 100, 100)
     new = FakeMember("new")
-    shares.observe({new: Progress(samples_per_s=300)})
+    shares.observe({new: Progress(measured=Measured(samples_per_s=300))})
     poll(group, shares, 100, 100)
     assert shares.choose_for([group.members[0], new]) == (0.5, 1.5)
     assert journal.events == [((1.0, 1.0), (0.5, 1.5))]

@@ -3,14 +3,13 @@
 import tempfile
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.context import Holdings, Progress
+from raysgd._internal.progress import Holdings, Progress, Reached, SnapshotStatus
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
@@ -41,7 +40,7 @@ class FakeMember:
 
 
 def at(step):
-    return Progress(global_step=100, snapshot_step=step)
+    return Progress(Reached(global_step=100), snapshot=SnapshotStatus(step))
 
 
 def make_keeper(num_members):
@@ -61,13 +60,13 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
         if step is not None:
             member.send(state)
     assert keeper.load() == "after"
-    keeper.fetch_newer({member: replace(at(5), num_changes=1)})
+    keeper.fetch_newer({member: at(5)._replace(snapshot=SnapshotStatus(5, 1))})
     member.send("after that")
     assert keeper.load() == "after that"
 
 
 def divided(step):
-    return Progress(global_step=100, snapshot_step=step, holdings=Holdings(complete=False))
+    return at(step)._replace(holdings=Holdings(complete=False))
 
 
 def test_shards_of_one_step_are_fetched_together():

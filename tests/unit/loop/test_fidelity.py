@@ -166,7 +166,7 @@ class Workers:
         if len(left) < len(self.members) or any(ends):
             self.members = left
             self.enter()
-            splits = [end.split for end in ends if isinstance(end, RetrySplitError)]
+            splits = [end.args[0] for end in ends if isinstance(end, RetrySplitError)]
             self.train(until_step, max(splits, default=0))
 
     def grow(self, size):

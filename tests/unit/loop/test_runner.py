@@ -182,15 +182,15 @@ def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
     runner = make_runner()
     runner.operator._train_state.settings.context = WorkerContext()
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
-    seen, before = [], runner.progress().num_changes
+    seen, before = [], runner.progress().snapshot.num_changes
     runner.operator.fail = lambda info, when: seen.append(runner.progress())
     runner.handle(ValidateRequest(call_number=1))
-    assert [each.num_samples for each in seen] == [0, 8, 16, 24, 32]
-    assert (seen[0].snapshot_step, runner.progress().snapshot_step) == (5, None)
-    assert runner.progress().num_changes > before
+    assert [each.bar.num_samples for each in seen] == [0, 8, 16, 24, 32]
+    assert (seen[0].snapshot.step, runner.progress().snapshot.step) == (5, None)
+    assert runner.progress().snapshot.num_changes > before
     runner.operator.fail = lambda info, when: None
     runner.handle(TrainRequest(call_number=2, until_step=6))
-    assert runner.progress().snapshot_step == 5
+    assert runner.progress().snapshot.step == 5
 
 
 # ---- random numbers

@@ -373,7 +373,7 @@ class Player:
 
     @property
     def step(self):
-        return self.runner.progress().global_step
+        return self.runner.progress().position.global_step
 
     def gather(self, what, members, value):
         """Exchange a value with the members, and return all values by process."""

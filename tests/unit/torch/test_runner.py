@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig
 from raysgd._internal.config import BATCH_SIZE
-from raysgd._internal.context import PausedError, Progress, WorkerContext
+from raysgd._internal.context import PausedError, WorkerContext
+from raysgd._internal.progress import Progress
 from raysgd.cluster import large_values
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
@@ -147,8 +148,8 @@ def test_repeated_call_returns_its_metrics_and_no_others():
     runner = make_runner()
     with failure(runner.operator, 2, error=ConnectionError):
         runner.handle(TrainRequest(call_number=0, until_epoch=1))
-    assert runner.progress().global_step == 2
-    assert runner.progress().blocked_on_driver  # no other worker may wait for it any longer
+    assert runner.progress().position.global_step == 2
+    assert runner.progress().process.blocked_on_driver  # no other worker may wait for it any longer
     again = runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
     other = make_runner().handle(TrainRequest(call_number=0, until_epoch=1))
@@ -171,17 +172,17 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
 
     runner.operator.fail = look
     runner.handle(TrainRequest(call_number=0, until_step=4))
-    assert [p.num_batches for p in seen] == [0, 1, 2, 3]
-    assert [p.num_samples for p in seen] == [0, 8, 16, 24]
-    assert [p.global_step for p in seen] == [0, 1, 2, 3]
-    assert [p.in_epoch for p in seen] == [False, True, True, True]
-    assert {p.total_batches for p in seen} == {4}
-    assert seen[0].latest_metrics == {}
-    assert isinstance(seen[-1].latest_metrics["train_loss"], float)
-    done = runner.progress()
+    assert [p.bar.num_batches for p in seen] == [0, 1, 2, 3]
+    assert [p.bar.num_samples for p in seen] == [0, 8, 16, 24]
+    assert [p.bar.global_step for p in seen] == [0, 1, 2, 3]
+    assert [p.position.in_epoch for p in seen] == [False, True, True, True]
+    assert {p.bar.total_batches for p in seen} == {4}
+    assert seen[0].bar.latest_metrics == {}
+    assert isinstance(seen[-1].bar.latest_metrics["train_loss"], float)
+    done = runner.progress().position
     assert (done.epoch, done.in_epoch, done.global_step) == (0, True, 4)
     runner.handle(TrainRequest(call_number=1, until_epoch=1))
-    assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
+    assert (runner.progress().position.epoch, runner.progress().position.in_epoch) == (1, False)
 
 
 class OnDevice:
@@ -222,8 +223,7 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
     runner, seen = make_runner(), set()
 
     def stop(batch_info, when):
-        progress = runner.progress()
-        seen.add((progress.global_step, progress.num_batches))
+        seen.add(runner.progress().position)
         if batch_info["batch_idx"] == 1:
             runner.request_stop(True)
 
@@ -297,7 +297,7 @@ def test_training_continues_exactly_from_a_state(num_steps):
     other = make_runner(config={**config, "seed": 99})
     torch.rand(5)
     other.load_state_dict(state)
-    assert other.progress().global_step == num_steps
+    assert other.progress().position.global_step == num_steps
     other.operator.trained += seen
     other.handle(TrainRequest(call_number=0, until_step=12))
     assert other.operator.trained == runner.operator.trained
@@ -363,7 +363,7 @@ def test_old_states_without_data_and_steps_load():
     other = make_runner(config={"seed": 5})
     other.load_state_dict(old)
     assert same_parameters(runner, other)
-    assert (other.progress().epoch, other.progress().in_epoch) == (2, False)
+    assert (other.progress().position.epoch, other.progress().position.in_epoch) == (2, False)
     assert other.handle(TrainRequest(call_number=0, until_epoch=3))["num_samples"] == 40
     del old["operator"]
     other.load_state_dict(old)
@@ -562,12 +562,12 @@ def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
     runner.pause_at(2)
     with pytest.raises(PausedError):
         runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=3))
-    assert runner.progress().global_step == 2
+    assert runner.progress().position.global_step == 2
     runner.pause_at(None)
     for step in (3, 4):
         request = TrainRequest(call_number=0, until_epoch=1, callback_pause=step)
         assert runner.handle(request) is None
-        assert runner.progress().global_step == step
+        assert runner.progress().position.global_step == step
     result = runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=9))
     assert result == plain.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH

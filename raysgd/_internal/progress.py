@@ -1,0 +1,111 @@
+"""What a worker reports to the driver, by the part of the driver that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from raysgd._internal.step_timing import Totals
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogPoint:
+    """What a worker has measured since its last point, for ``fit(log_every=...)``."""
+
+    call_number: int
+    global_step: int
+    epoch: int  # as `OperatorTrainer.epoch`
+    metrics: Any  # packed, unless the worker is in the driver's process; None without metrics
+    timing: Totals
+    seconds: float  # of training
+    reaches_log_step: bool = True  # and the worker is not leaving
+
+
+class Reached(NamedTuple):
+    """Where a worker is in the run. `raysgd.elastic` reads it, and keeps that of the group."""
+
+    epoch: int = 0
+    in_epoch: bool = False  # whether the worker has started another epoch
+    global_step: int = 0
+    validation_offset: int = 0  # where the next ``validate`` begins
+    num_batches: int = 0  # batches finished in the current call or epoch, whichever began last
+    epoch_samples: int = 0  # samples of an epoch of training, or 0 if unknown
+
+
+class Bar(NamedTuple):
+    """What a progress bar shows. `Supervision` reads it, and passes it to callbacks."""
+
+    epoch: int = 0
+    global_step: int = 0
+    num_batches: int = 0  # as `Reached.num_batches`
+    total_batches: int | None = None  # None if unknown
+    num_samples: int = 0  # samples finished in the current call or epoch
+    latest_metrics: Mapping[str, float] = {}  # the first ones
+    timing: Totals | None = None  # as `Measured.timing`
+
+
+class Measured(NamedTuple):
+    """What a worker has measured. It adds `links`. `raysgd.elastic` reads it."""
+
+    step_s: float = 0.0  # mean seconds per step, or 0 if unknown
+    samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
+    timing: Totals | None = None  # seconds of training by phase
+    links: Mapping[str, float] = {}  # bytes/s to the hosts of others
+    log_points: Sequence[LogPoint] = ()  # that the driver has not acknowledged
+
+
+class SnapshotStatus(NamedTuple):
+    """Which snapshot a worker has. `SnapshotKeeper` reads it."""
+
+    step: int | None = None  # committed steps in the newest snapshot
+    num_changes: int = 0  # changes between steps that outdated the snapshots
+
+
+class Updates(NamedTuple):
+    """How a worker updates its models. `raysgd.trainer` reads it."""
+
+    split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
+    bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
+
+
+class Holdings(NamedTuple):
+    """What a worker has of the state. `Replication` writes it, and `raysgd.elastic` reads it."""
+
+    complete: bool = True
+    """Whether the worker has all of the state. Otherwise it has shards."""
+    condition: Literal["good", "damaged", "lost"] = "good"
+    """``damaged`` if an optimizer raised within a step; another worker may have a good state.
+    ``lost`` if all workers with some shard of the state were lost."""
+
+
+class ProcessStatus(NamedTuple):
+    """What a process does. The worker adds the last two. `raysgd.elastic` reads it."""
+
+    blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
+    failed_at: str = ""  # the step and the batch in which the newest request failed, as text
+    collective: int | None = None  # number of the collective that the worker waits for
+    terminated_s: float | None = None  # seconds since the process got SIGTERM
+
+
+class Progress(NamedTuple):
+    """Progress of a worker. Another thread reads it while the worker is busy.
+
+    The runner writes the parts. On the driver, each part has one reader, a module or a package.
+    """
+
+    position: Reached = Reached()
+    bar: Bar = Bar()
+    measured: Measured = Measured()
+    snapshot: SnapshotStatus = SnapshotStatus()
+    updates: Updates = Updates()
+    holdings: Holdings = Holdings()
+    process: ProcessStatus = ProcessStatus()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, tuple(map(tuple, self))  # much faster to pickle than seven classes
+
+
+def _restore(*parts: tuple[Any, ...]) -> Progress:
+    kinds: list[Any] = [type(part) for part in Progress()]
+    return Progress._make(kind(*part) for kind, part in zip(kinds, parts, strict=True))

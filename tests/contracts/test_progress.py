@@ -1,0 +1,26 @@
+"""Each part of the progress of a worker has one reader on the driver: a module or a package."""
+
+import re
+
+from raysgd._internal.progress import Progress
+from tests.contracts.test_modes import files
+
+DRIVER = re.compile(
+    r"raysgd/(callbacks|cli|elastic|testing|train/backend|trainer|trials|cluster/(?!worker\.py))"
+)
+READERS = dict.fromkeys(Progress._fields, "elastic/") | {
+    "bar": "elastic/supervision.py",
+    "snapshot": "elastic/snapshots.py",
+    "updates": "trainer/",
+}
+
+
+def test_each_part_has_one_reader():
+    read = re.compile(rf"\.({'|'.join(Progress._fields)})\b(?!\()")
+    found = {part: set() for part in READERS}
+    for name, text in files().items():
+        for part in read.findall(text) if DRIVER.match(name) else ():
+            found[part].add(name)
+    for part, names in found.items():
+        assert names, part
+        assert all(name.startswith(f"raysgd/{READERS[part]}") for name in names), (part, names)
