@@ -124,7 +124,7 @@ def build_registered(train_state: KerasTrainState) -> None:
     names = ("model", "optimizer", "criterion", "metrics")
     given = {name: train_state.attributes.get(name) for name in names}
     train_state.setup_objects = {name: each for name, each in given.items() if each is not None}
-    train_state.compiled = train_state.compile_arguments()
+    train_state.setup_arguments = train_state.compile_arguments()
     train_state.not_finite = _find_nonfinite(train_state.models)
 
 

@@ -48,7 +48,9 @@ class KerasTrainState(TrainState):
         self.collectives: KerasCollectives = create_collectives(settings)
         self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training
-        self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended
+        self.setup_arguments: list[
+            Any
+        ] = []  # of compile(), which graphs hold as constants, when `setup` ended
         self.attributes: Mapping[str, Any] = {}  # of the operator
         self.setup_objects: Mapping[str, Any] = {}  # those that are registered, when `setup` ended
 
@@ -65,7 +67,7 @@ class KerasTrainState(TrainState):
         """Raise an error for a change after `setup` that would have no effect."""
         now = [(each, self.attributes.get(name)) for name, each in self.setup_objects.items()]
         is_replaced = any(new is not None and new is not each for each, new in now)
-        if is_replaced or self.compile_arguments() != self.compiled:
+        if is_replaced or self.compile_arguments() != self.setup_arguments:
             raise RuntimeError(
                 "After setup, a model was compiled, an attribute of an optimizer was changed, or "
                 "the model, optimizer, criterion, or metrics of the operator were replaced. But "
