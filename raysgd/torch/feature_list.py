@@ -17,6 +17,24 @@ from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
 from raysgd.torch.optimization import Optimization
 
+ORDERS = (
+    # first            later            the hook that needs the order, and why
+    ("replication", "Rollback", "roll_back: a step that changed no parameters is no damage"),
+    ("exchange", "Optimization", "begin_micro_batch: it may discard gradients that others keep"),
+    ("Optimization", "StepChecks", "begin_micro_batch: kept gradients are no error"),
+    ("exchange", "BufferCopies", "commit: it may restore buffers"),
+    (
+        "BadStepFilter",
+        "GradientNorms",
+        "before_optimizer_step: it judges gradients before clipping",
+    ),
+    ("BadStepFilter", "Rollback", "before_optimizer_step: it says what to restore"),
+    ("BadStepFilter", "BufferCopies", "commit: it restores the buffers of a bad step"),
+    ("exchange", "ReplicaGuard", "start_together, sync_buffers: all have equal buffers first"),
+    ("BufferCopies", "ReplicaGuard", "receive: all have equal buffers first"),
+)
+"""The pairs of features whose order matters."""
+
 
 class OperatorFeatures:
     """The features that an operator or a callback calls itself."""
@@ -33,18 +51,18 @@ def features_of(
 ) -> Iterator[StepFeature]:
     """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
-    To add a feature, add a line. `own` are those of the operator.
+    To add a feature, add a line anywhere, and to `ORDERS` what must precede or follow it. `own` are
+    those of the operator.
     """
     options = registered.options
-    yield from registered.replication.features  # shards; must roll back before Rollback
+    yield from registered.replication.features  # shards
     yield registered.precision  # autocast, and the scale of losses
     yield registered.exchange  # averages of gradients; equal models
     yield own.optimization  # from losses to updates
     yield registered.frozen  # which states can leave out
     yield own.optimization.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
-        # Updates that are not applied. This must come before clipping and buffers.
-        yield BadStepFilter(registered, options.bad_steps)
+        yield BadStepFilter(registered, options.bad_steps)  # updates that are not applied
     yield GradientNorms(registered, max_grad_norm)  # clipping
     if registered.has_all_parameters:  # otherwise, the shards restore them and their optimizer
         yield Rollback(registered.optimizers, registered.models, options.bad_steps is not None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
-from raysgd.loop.feature import Replication, StepFeature
+from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.rollback import BufferCopies
@@ -33,24 +32,17 @@ class RegisteredObjects:
         # From before ``setup`` to the end of the worker, these are the same objects.
         self.options, self.device = settings.options, settings.device
         self.warn_once = settings.warn_once
-        self.data = data
-        """The loaders of ``register_data``, and how the workers partition them."""
-        self.position = owner.position
-        """The global step, epoch, and offset, which each commit changes."""
-        self.update = owner.update
-        self.timing = owner.timing
-        self.collectives = owner.collectives
+        self.data = data  # the loaders of ``register_data``, and how the workers partition them
+        self.position = owner.position  # the global step, epoch, and offset
+        self.update, self.timing, self.collectives = owner.update, owner.timing, owner.collectives
         self.precision = PRECISIONS[self.options.use_fp16](self.device, self.options.amp_dtype)
         self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
         self.refuse_split = self.micro_batching.refuse
-        self.features: Sequence[StepFeature] = owner.features
-        """All features, in the order of their hooks. `register` fills this list."""
-        self.features_with: Mapping[str, Sequence[StepFeature]] = owner.features_with
-        """Those that override a hook of an update, by the name of the hook."""
+        # All features, in the order of their hooks, and those that override a hook of an update.
+        self.features, self.features_with = owner.features, owner.features_with
         # `register` sets these, in this order. After ``setup``, `models` has wrappers of user code.
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.num_criteria = 0
-        """Number of criteria with trained parameters, which are the last of `models`."""
+        self.num_criteria = 0  # criteria with trained parameters, which are the last of `models`
         self.schedulers: list[Any] = []
         self.models: list[torch.nn.Module] = []
         self.replication = Replication()

@@ -12,14 +12,8 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.update import Update
+from raysgd.torch import tensors
 from raysgd.torch.strategies.data_parallel import GroupGradients, broadcast_models
-from raysgd.torch.tensors import (
-    load_optimizer,
-    load_scheduler,
-    optimizer_state,
-    parameters_of,
-    scheduler_state,
-)
 
 
 class HorovodGradients(GroupGradients):
@@ -47,9 +41,11 @@ class HorovodGradients(GroupGradients):
         broadcast_models(self._registered)
         broadcast = self._registered.collectives.broadcast
         for optimizer in self._registered.optimizers:
-            load_optimizer(optimizer, broadcast(partial(optimizer_state, optimizer), 0), True)
+            state = broadcast(partial(tensors.optimizer_state, optimizer), 0)
+            tensors.load_optimizer(optimizer, state, is_exact=True)
         for scheduler in self._registered.schedulers:
-            load_scheduler(scheduler, broadcast(partial(scheduler_state, scheduler), 0))
+            state = broadcast(partial(tensors.scheduler_state, scheduler), 0)
+            tensors.load_scheduler(scheduler, state)
 
     def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""
@@ -61,7 +57,7 @@ class HorovodGradients(GroupGradients):
             for parameter in before._allreduce_delay:
                 before._allreduce_delay[parameter] = sys.maxsize
         for optimizer in self._registered.optimizers:
-            own = set(map(id, parameters_of(optimizer)))
+            own = set(map(id, tensors.parameters_of(optimizer)))
             named = [
                 (f"{number}.{name}", parameter)
                 for number, model in enumerate(self._registered.models)
