@@ -223,7 +223,7 @@ class GlooGroup(ProcessGroup):
             ).start()
 
 
-def _operation(name: str, is_collective: bool = True) -> Callable[..., Work]:
+def _operation(name: str, is_collective: bool) -> Callable[..., Work]:
     def method(self: GlooGroup, *args: Any, **kwargs: Any) -> Work:
         output = args[0] if args else None  # all operations take it as first argument
         start = functools.partial(getattr(self._gloo, name), *args, **kwargs)
@@ -233,12 +233,8 @@ def _operation(name: str, is_collective: bool = True) -> Callable[..., Work]:
     return method
 
 
-for _name in _COLLECTIVES:
-    setattr(GlooGroup, _name, _operation(_name))
-for _name, _older in _NEWER_NAMES.items():
-    setattr(GlooGroup, _name, _operation(_older))
-for _name in _TRANSFERS:
-    setattr(GlooGroup, _name, _operation(_name, is_collective=False))
+for _name in (*_COLLECTIVES, *_TRANSFERS, *_NEWER_NAMES):
+    setattr(GlooGroup, _name, _operation(_NEWER_NAMES.get(_name, _name), _name not in _TRANSFERS))
 
 
 class _RunningOperations:

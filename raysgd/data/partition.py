@@ -109,13 +109,10 @@ class EpochPartition:
             for start in self._own_starts(offset, end):
                 yield start, min(start + self.batch_size, end)
             return
-        start, planned, of_size = offset, [], None
         for size in self.step_sizes(offset, num_steps):
-            if size != of_size:  # usually only the last one has another size
-                planned, of_size = self._micro_batches(size), size
-            for low, high, _ in planned:
-                yield start + low, start + high
-            start += size
+            for low, high, _ in self._micro_batches(size):
+                yield offset + low, offset + high
+            offset += size
 
     def num_batches(self) -> int:
         """Return the number of this worker's batches in an epoch."""
@@ -130,13 +127,15 @@ class EpochPartition:
         end = self.end(offset)
         return end if num_steps is None else min(end, offset + num_steps * self.step_size)
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
         if self.layout.has_fixed_parts:
             num_parts = self.layout.num_current_parts(self.world_size)
             return [(*part_of(size, num_parts, i), i < size) for i in self.owned_parts]
         first, stop = part_of(size, self.world_size, self.rank, self.shares)
-        number, rows = self._num_micro_batches(size) if self.may_split else 1, stop - first
+        number = self._num_micro_batches(size) if self.may_split else 1
+        rows = stop - first
         spans = [part_of(rows, number, index) for index in range(number)]
         return [
             (first + low, first + high, self.rank < size and index < rows)
@@ -246,9 +245,9 @@ def part_of(
 
 @functools.lru_cache(maxsize=256)
 def _bounds(total: int, shares: tuple[float, ...]) -> list[int]:
-    bounds, sum_of_shares = [0], sum(shares)
+    bounds = [0]
     for rank, sum_so_far in enumerate(itertools.accumulate(shares), start=1):
         num_later = len(shares) - rank
-        ideal = round(total * sum_so_far / sum_of_shares)
+        ideal = round(total * sum_so_far / sum(shares))
         bounds.append(min(max(ideal, bounds[-1] + 1), total - num_later))
     return bounds

@@ -343,6 +343,7 @@ class PartitionedSource(BatchSource):
         self._follows_config = follows_config
 
     def describe(self) -> str:
-        total, batch_size = self.partition.epoch_size, self.batch_size
-        number = self._partition.layout.num_full_parts(self._partition.world_size)
-        return f"{total} samples, batch size {batch_size} on each of {number} workers"
+        partition = self.partition
+        number = partition.layout.num_full_parts(partition.world_size)
+        size = f"{partition.epoch_size} samples, batch size {partition.batch_size}"
+        return f"{size} on each of {number} workers"

@@ -39,11 +39,10 @@ class CallProgress:
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
         self.state = CallState()
-        self._totals_before = train_state.timing.totals
+        self._totals_before = self._totals_at_point = train_state.timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
         self.own_segments: list[tuple[int, Mapping[str, Any]]] = []
         self._points: deque[LogPoint] = deque()  # another thread calls `release_points`
-        self._measured_s = 0.0
 
     def begin(self, call_number: int) -> None:
         old = self.state
@@ -51,8 +50,7 @@ class CallProgress:
         self.clear()
         self._points.clear()
         self._train_state.timers.reset()
-        self._totals_before = self._train_state.timing.totals
-        self._measured_s = sum(self._totals_before.seconds)
+        self._totals_before = self._totals_at_point = self._train_state.timing.totals
 
     def clear(self) -> None:
         """Discard all metrics."""
@@ -70,12 +68,12 @@ class CallProgress:
 
     def export(self) -> dict[str, Any]:
         """Return the state, with the merged metrics of a segment that runs."""
-        state, segment = vars(self.state), self._train_state.step_iterator
+        segment = self._train_state.step_iterator
         meters = self._train_state.update.meters if self._merges_metrics else None
         if segment is None or meters is None:
-            return state
+            return vars(self.state)
         running = segment.start_step, meters.summary()
-        return {**state, "merged_segments": [*self.state.merged_segments, running]}
+        return {**vars(self.state), "merged_segments": [*self.state.merged_segments, running]}
 
     def continue_call(self, state: Mapping[str, Any]) -> None:
         """Continue a call that other workers have begun, without their metrics."""
@@ -91,7 +89,8 @@ class CallProgress:
 
     def add_point(self, is_leaving: bool = False) -> None:
         """Add what this worker has measured since the last point."""
-        train_state, since = self._train_state, self.state.last_log_step
+        train_state = self._train_state
+        since = self.state.last_log_step
         segments = self.own_segments if is_leaving else self.segments
         results = [metrics for start, metrics in segments if start >= since]
         metrics: Any = None
@@ -103,8 +102,7 @@ class CallProgress:
                 metrics = pack(metrics)
         elif is_leaving:
             return
-        timing, before = train_state.timing.totals, self._measured_s
-        self._measured_s = sum(timing.seconds)
+        timing = train_state.timing.totals
         self.state.last_log_step = train_state.global_step
         self._points.append(
             LogPoint(
@@ -113,10 +111,11 @@ class CallProgress:
                 epoch=train_state.epoch + (train_state.offset > 0),
                 metrics=metrics,
                 timing=timing,
-                seconds=self._measured_s - before,
+                seconds=sum(timing.seconds) - sum(self._totals_at_point.seconds),
                 reaches_log_step=not is_leaving,
             )
         )
+        self._totals_at_point = timing
 
     def release_points(self, until_step: int) -> tuple[LogPoint, ...]:
         """Release the points up to a step, and return the others."""

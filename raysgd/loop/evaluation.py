@@ -13,18 +13,19 @@ from raysgd._internal.nested import describe, preserving
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.loop_control import LoopControl
-from raysgd.loop.operator_base import as_metrics
+from raysgd.loop.operator_base import OperatorBase, as_metrics
 from raysgd.loop.requests import ValidateRequest
-from raysgd.loop.train_state import TrainState
 from raysgd.metrics import with_weight
 
 
 class Evaluation:
     """Runs ``validate`` and ``predict``, and adds metrics to the results of the call."""
 
-    def __init__(self, operator: Any, control: LoopControl, progress: CallProgress) -> None:
+    def __init__(
+        self, operator: OperatorBase, control: LoopControl, progress: CallProgress
+    ) -> None:
         self._operator, self._control, self._progress = operator, control, progress
-        self._train_state: TrainState = operator._train_state
+        self._train_state = operator._train_state
         self.batches: _EvaluationBatches | None = None
 
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
@@ -32,28 +33,28 @@ class Evaluation:
 
         A repeated call begins at the same offset. A loader in the request is read from the start.
         """
-        progress, call_number, loader = self._progress, request.call_number, request.loader
-        progress.begin(call_number)
-        train_state = self._train_state
+        train_state, progress = self._train_state, self._progress
+        progress.begin(request.call_number)
         train_state.timers.enabled = request.profile
         start = progress.state.last_validation
-        if start is None or start[0] != call_number:
-            start = call_number, 0 if request.from_start else train_state.position.validation_offset
-            progress.state.last_validation = start
-        source = (
-            train_state.data.readable("validation") if loader is None else self._source_of(loader)
-        )
-        offset = self._evaluate(source, start[1], request.num_steps, request.info)
-        if loader is None:
+        if start is None or start[0] != request.call_number:
+            offset = 0 if request.from_start else train_state.position.validation_offset
+            start = progress.state.last_validation = request.call_number, offset
+        source = train_state.data.readable("validation")
+        if request.loader is not None:
+            source = self._source_of(request.loader)
+        offset = self._evaluate(source, start[1], request)
+        if request.loader is None:
             train_state.position.validation_offset = offset
         else:
             source.close_workers()
         self.batches = None
         return progress.result()
 
-    def _evaluate(self, source: BatchSource, offset: int, steps_left: int | None, info: Any) -> int:
-        """Evaluate up to `steps_left` steps of a loader, or all if None. Return the next offset."""
+    def _evaluate(self, source: BatchSource, offset: int, request: ValidateRequest) -> int:
+        """Evaluate the steps of a request, and return the next offset."""
         operator, train_state = self._operator, self._train_state
+        steps_left = request.num_steps
         source.agree_on_order(0, offset, train_state.collectives)
         while steps_left is None or steps_left > 0:
             left_in_epoch = source.steps_left(offset)
@@ -64,13 +65,13 @@ class Evaluation:
             try:
                 # A worker that has fewer batches may have to wait at the end of the context.
                 with train_state.evaluating(), train_state.timers.record("validation"):
-                    metrics = operator.validate(batches, info)
+                    result = operator.validate(batches, request.info)
             except BaseException:
                 self._control.failed_at = batches.describe_position()
                 self.batches = None
                 source.close_workers()
                 raise
-            metrics = as_metrics(operator.validate, metrics)
+            metrics = as_metrics(operator.validate, result)
             self._compare_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)

@@ -169,9 +169,9 @@ class Loop:
 
     def _add_due_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""
-        every, start, step = request.log_every, request.start_step, self.train_state.global_step
+        start, step = request.start_step, self.train_state.global_step
         self.control.next_log_step = None
-        if every is not None:
+        if (every := request.log_every) is not None:
             newest = max(self.call_progress.state.last_log_step, start)
             if step >= (newest // every + 1) * every:
                 self.call_progress.add_point()
@@ -224,8 +224,7 @@ class Loop:
         train_state.end_segment()
         self.call_progress.state.keeps_modes = segment.has_paused
         self.step_s = segment.step_s
-        # If the loop returns before its iterator ends, the epoch is over too.
-        if segment.epoch_is_over or (limit is None and not segment.has_paused):
+        if segment.loop_ends_epoch:
             self._rest = None
             train_state.end_epoch()
 

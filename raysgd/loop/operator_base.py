@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import check_rows
+from raysgd._internal.timers import TimerCollection
 from raysgd.data.source import BatchSource
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
@@ -54,7 +55,7 @@ class OperatorBase:
     use_tqdm: bool = forward_to(
         "_train_state.settings.options.use_tqdm", "Whether the trainer shows a progress bar."
     )
-    timers: Any = forward_to(
+    timers: TimerCollection = forward_to(
         "_train_state.timers", "Timers of this call, see :class:`raysgd.utils.TimerCollection`."
     )
 
@@ -139,18 +140,19 @@ class OperatorBase:
         If `train_epoch` calls this method, training continues in the modes of before. Workers may
         have different numbers of batches, so do not call collectives in this method.
         """
-        train_state, meters = self._train_state, AverageMeterCollection()
-        if train_state.step_iterator is None:  # `train_epoch` may call this method
+        train_state = self._train_state
+        meters = AverageMeterCollection()
+        is_training = train_state.step_iterator is not None  # `train_epoch` may call this method
+        if not is_training:
             train_state.update.meters = meters
         # Within an epoch of training, the loop has not prepared the evaluation.
-        is_training = train_state.step_iterator is not None
         evaluating = train_state.evaluating if is_training else contextlib.nullcontext
         with train_state.timing.paused(), evaluating(), self._eval_mode():
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, train_state.epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(metrics, weight_of(self.validate_batch, metrics))
-        if train_state.step_iterator is not None:
+        if is_training:
             train_state.resume_modes()
         return meters.summary()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class _EpochRequest(Request):
     call_number: int  # a repeated request has the same number
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
     profile: bool = False
 
 

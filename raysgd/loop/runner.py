@@ -140,7 +140,7 @@ class OperatorRunner(Runner, ABC):
         key = unpicklable_key(self._options.config)
         return "training_operator_cls" if key is None else f"config[{key!r}]"
 
-    operator: Any = forward_to("_hosted_loop.operator", "The operator, once it is set up.")
+    operator: OperatorBase = forward_to("_hosted_loop.operator", "The operator, once it is set up.")
     _train_state: TrainState = forward_to("_hosted_loop.train_state", "Its training state.")
 
     @property

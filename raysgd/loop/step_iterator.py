@@ -51,7 +51,6 @@ class StepIterator:
     was_read = False
     has_loader_failed = False  # the loader raised an error, so its iterator cannot continue
     _is_exhausted = False  # some rank has no more batches in the epoch
-    _has_ended = False  # `__next__` has raised StopIteration: the epoch or the segment ends
 
     def __post_init__(self) -> None:
         train_state = self._train_state
@@ -59,7 +58,8 @@ class StepIterator:
         limits = [n for n in (self.limit, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
         self.start_step, self.start_offset = train_state.global_step, train_state.offset
-        self.num_steps, self._started = 0, time.perf_counter()
+        self.num_steps = 0
+        self._started = time.perf_counter()
         self._update = train_state.update
         self.batch: Any = None
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
@@ -106,7 +106,7 @@ class StepIterator:
     @property
     def loop_ends_epoch(self) -> bool:
         """Whether the epoch is over if the loop asks for no further batch."""
-        if not self._has_ended and self.limit is None:
+        if self.limit is None and not (self.has_paused or self.has_loader_failed):
             return True  # a loop that stops early ends the epoch
         newest = self._update.micro_batch
         pending = newest.step_index + newest.ends_step if self._update.is_open else 0
@@ -130,7 +130,6 @@ class StepIterator:
         if can_read and (self._update.drawn or not self._decide_end()):
             self._read_ahead()
         if self._ahead is _NOTHING:
-            self._has_ended = True
             raise StopIteration
         batch, self._ahead = self._ahead, _NOTHING
         # A partitioned source can read the batch again by its offset.
@@ -172,10 +171,10 @@ class StepIterator:
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
             rest = self._control.next_batch(self._batches, _NOTHING)
-            train_state, source = self._train_state, self.source
-            if rest is not _NOTHING and source.steps_left(train_state.offset) == 0:
+            train_state = self._train_state
+            if rest is not _NOTHING and self.source.steps_left(train_state.offset) == 0:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
-                train_state.settings.warn_once("length", text, source.describe())
+                train_state.settings.warn_once("length", text, self.source.describe())
 
     def end_after_error(self) -> list[Any]:
         """Undo the update in progress, unless it counts. Return the batches to train again."""
@@ -189,12 +188,12 @@ class StepIterator:
 
     def _plan_batch(self) -> MicroBatch:
         """Return the plan of the newest batch. The first batch plans the whole update."""
-        train_state, index = self._train_state, len(self._update.drawn) - 1
+        index = len(self._update.drawn) - 1
         if index == 0:
-            num_steps = train_state.accumulation_steps
+            num_steps = self._train_state.accumulation_steps
             if self.total_steps is not None and self.num_steps + num_steps > self.total_steps:
                 num_steps = self.total_steps - self.num_steps
-            self._update.plan = self.source.plan(train_state.offset, num_steps)
+            self._update.plan = self.source.plan(self._train_state.offset, num_steps)
         planned = self._update.plan.batches
         if index + 1 < len(planned) and not self.source.is_partitioned:
             self._read_ahead()  # the loader may end before its claimed length

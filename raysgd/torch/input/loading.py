@@ -240,16 +240,16 @@ class PartitionedLoader(PartitionedSource):
         return self.epoch_order.draw(epoch)
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
-        rank, size = self._partition.rank, self._partition.world_size
-        self.epoch_order.agree(epoch, rank, size, collectives)
+        partition = self._partition
+        self.epoch_order.agree(epoch, partition.rank, partition.world_size, collectives)
 
     # ---- for messages and comparisons
 
     def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
         if not offset:
             return {}
-        stamps, key = file_stamps(self.loader.dataset), self.epoch_order.key_to_save(epoch)
-        return {**stamps, **super().position(epoch, offset), "order": key}
+        position = {**file_stamps(self.loader.dataset), **super().position(epoch, offset)}
+        return position | {"order": self.epoch_order.key_to_save(epoch)}
 
     def move_to(self, position: Mapping[str, Any]) -> None:
         self.epoch_order.saved = position
