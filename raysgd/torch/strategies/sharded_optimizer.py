@@ -71,13 +71,9 @@ class ShardedOptimizer(StepFeature):
         self.optimizer = optimizer
         self._registered = registered
         optimized: list[Any] = parameters_of(optimizer)
-        numbers = {parameter: number for number, parameter in enumerate(optimized)}
         self._parameters: Sequence[torch.Tensor] = parameters or optimized
-        self._numbers = {
-            param_index: numbers[parameter]
-            for param_index, parameter in enumerate(self._parameters)
-            if parameter in numbers
-        }
+        indices = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self._numbers = {indices[p]: number for number, p in enumerate(optimized) if p in indices}
         """Maps the index of each parameter of the optimizer to its number there."""
         updated, by_rows = self._find_updated(), parameters is not None
         self._layout = ShardLayout(self._parameters, updated, copies, by_rows)
@@ -105,7 +101,7 @@ class ShardedOptimizer(StepFeature):
 
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        _check_step(optimizer, len(self._numbers), args[1:], kwargs)
+        self._check_step(args[1:], kwargs)
         self._await_workers()
         self._receive_gradients()
         layout = self._layout
@@ -141,6 +137,19 @@ class ShardedOptimizer(StepFeature):
         for group, of_group in zip(groups, params, strict=True):
             group["params"] = of_group
         optimizer.state = state
+
+    def _check_step(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        kind = type(self.optimizer).__name__
+        if any(each is not None for each in (*args, *kwargs.values())):
+            raise RuntimeError(
+                f"register(sharding=...) does not support {kind}.step(closure). Compute the "
+                "gradients first, and call step() without a closure."
+            )
+        if len(parameters_of(self.optimizer)) != len(self._numbers):
+            raise RuntimeError(
+                f"The number of parameters of {kind} has changed since register(sharding=...). "
+                "Call add_param_group before register."
+            )
 
     def _await_workers(self) -> None:
         """Wait until all workers have come this far, so that either all or none update."""
@@ -321,12 +330,8 @@ class ShardedOptimizers(Replication):
     """Several sharded optimizers. Every worker has the complete models."""
 
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
-        self._optimizers = registered.optimizers
-        self.features: list[ShardedOptimizer] = [
-            ShardedOptimizer(each, sharding_args.get("copies"), registered)
-            for each in registered.optimizers
-            if any(parameter.requires_grad for parameter in parameters_of(each))
-        ]
+        optimizers, copies = registered.optimizers, sharding_args.get("copies")
+        self.features = [ShardedOptimizer(each, copies, registered) for each in optimizers]
 
     holdings: Holdings = forward_to(
         lambda self: next(
@@ -351,25 +356,8 @@ class ShardedOptimizers(Replication):
             feature.import_shards(own)
 
     def own_state(self) -> dict[str, Any]:
-        shards = {id(each.optimizer): each.own_pieces() for each in self.features}
-        return {SHARDS: [shards.get(id(each), []) for each in self._optimizers]}
+        return {SHARDS: [each.own_pieces() for each in self.features]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         for feature in self.features:
             feature.shard_state()
-
-
-def _check_step(
-    optimizer: torch.optim.Optimizer, num_parameters: int, args: Any, kwargs: Mapping[str, Any]
-) -> None:
-    kind = type(optimizer).__name__
-    if any(each is not None for each in (*args, *kwargs.values())):
-        raise RuntimeError(
-            f"register(sharding=...) does not support {kind}.step(closure). Compute the "
-            "gradients first, and call step() without a closure."
-        )
-    if len(parameters_of(optimizer)) != num_parameters:
-        raise RuntimeError(
-            f"The number of parameters of {kind} has changed since register(sharding=...). "
-            "Call add_param_group before register."
-        )
