@@ -17,6 +17,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -344,6 +345,7 @@ def wrap_loader(
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=collate_samples)  # type: ignore[arg-type]
+    loader = without_states(loader)
     may_partition = partitions and own_ranks(loader) is None
     whole = _unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_not_partitioned(whole)
@@ -370,6 +372,18 @@ def _content_of(dataset: Any) -> str:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
+
+
+def without_states(loader: Any) -> Any:
+    """Return a DataLoader in place of torchdata's, whose samplers count the epochs of a process."""
+    if type(loader).__module__ != "torchdata.stateful_dataloader.stateful_dataloader":
+        return loader
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if type(sampler).__module__.startswith("torchdata."):
+        sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
+    if type(batches).__module__.startswith("torchdata."):
+        batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return clone(loader, __class__=DataLoader, sampler=sampler, batch_sampler=batches)
 
 
 def _unpartition(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -330,8 +330,10 @@ class ShardedOptimizers(Replication):
     """Several sharded optimizers. Every worker has the complete models."""
 
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
-        optimizers, copies = registered.optimizers, sharding_args.get("copies")
-        self.features = [ShardedOptimizer(each, copies, registered) for each in optimizers]
+        self.features: list[ShardedOptimizer] = [
+            ShardedOptimizer(each, sharding_args.get("copies"), registered)
+            for each in registered.optimizers
+        ]
 
     holdings: Holdings = forward_to(
         lambda self: next(

@@ -21,7 +21,7 @@ from raysgd.data.partition import StepLayout
 from raysgd.data.source import BatchSource, once, own_ranks
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
-from raysgd.torch.input.loading import why_not_partitioned, wrap_loader
+from raysgd.torch.input.loading import why_not_partitioned, without_states, wrap_loader
 from raysgd.torch.input.orders import is_plain_shuffle, makes_own_batches
 from raysgd.torch.input.stream_reading import clone
 
@@ -62,7 +62,7 @@ class PreparedLoader(DataLoader[Any]):
     ) -> None:
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
-        full_size = full_size or world_size
+        loader, full_size = without_states(loader), full_size or world_size
         self._worker_sampler: _WorkerSampler | None = None
         self._device, self._weigh, self._world_size = device, weigh, world_size
         self._ahead = ahead and device is not None and device.type == "cuda"

@@ -603,11 +603,16 @@ def test_distributed_sampler_follows_the_group(partitions, replicas, kind):
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_plain_batch_sampler_is_a_sampler_with_a_batch_size(drop_last):
     data = tensors(23)
-    batches = BatchSampler(RandomSampler(data), 3, drop_last)
     plain = DataLoader(data, batch_size=3, shuffle=True, drop_last=drop_last)
-    for epoch in range(2):
-        found = parts_of(DataLoader(data, batch_sampler=batches), epoch)
-        assert found == parts_of(plain, epoch)
+    batches = BatchSampler(RandomSampler(data), 3, drop_last)
+    # of the form of torchdata's
+    named = {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
+    sampler = type("Random", (RandomSampler,), named)(data)
+    stateful = type("Stateful", (Twice,), named)(data, 3, sampler=sampler, drop_last=drop_last)
+    vars(stateful)["batch_sampler"] = type("Batches", (BatchSampler,), named)(sampler, 3, drop_last)
+    for loader in DataLoader(data, batch_sampler=batches), stateful:
+        for epoch in range(2):
+            assert parts_of(loader, epoch) == parts_of(plain, epoch)
 
 
 class Shuffled(OwnBatches):
@@ -650,15 +655,10 @@ def test_iterator_is_not_read_ahead():
 
 def test_items_are_joined_by_columns_and_downloaded_by_one_worker():
     downloads = []
-
-    def download(item):
-        downloads.append(item)
-        return item
-
     items = ItemDataset(
         range(8),
         batch_size=2,
-        download_func=download,
+        download_func=lambda item: downloads.append(item) or item,
         transform=lambda i: (torch.tensor([i]), torch.full((3, 2), i)),
     )
     ranks = group_batches(items, 2)
