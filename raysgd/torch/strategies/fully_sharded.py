@@ -235,15 +235,6 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         finally:
             self._shard_models()
 
-    def check_trained(self) -> None:
-        check_same_parameters(self.models.models, {p: p.dtype for p in self._parameters})
-        for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
-            if parameter.requires_grad != trained:
-                raise RuntimeError(
-                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} was {trained} "
-                    'in register(sharding="full"), and has changed. Set requires_grad earlier.'
-                )
-
 
 class FullyShardedGradients(GroupGradients):
     """Gradients of sharded models. A backward pass leaves each worker the mean of its rows."""
@@ -259,7 +250,13 @@ class FullyShardedGradients(GroupGradients):
         """Models with other buffers than the statistics of batch normalization."""
 
     def check_trained(self) -> None:
-        """Do nothing, because `FullyShardedModel` checks the parameters of its generation."""
+        check_same_parameters(self._models.models, {p: p.dtype for p in self._models.parameters})
+        for parameter, trained in zip(self._models.parameters, self._models.trained, strict=True):
+            if parameter.requires_grad != trained:
+                raise RuntimeError(
+                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} was {trained} "
+                    'in register(sharding="full"), and has changed. Set requires_grad earlier.'
+                )
 
     def begin_micro_batch(self, update: Update) -> None:
         """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
