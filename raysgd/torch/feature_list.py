@@ -20,6 +20,7 @@ from raysgd.torch.optimization import Optimization
 ORDERS = (
     # first            later            the hook that needs the order, and why
     ("replication", "Rollback", "roll_back: a step that changed no parameters is no damage"),
+    ("replication", "BufferCopies", "receive: shards come last, as they are valid from then on"),
     ("exchange", "Optimization", "begin_micro_batch: it may discard gradients that others keep"),
     ("Optimization", "StepChecks", "begin_micro_batch: kept gradients are no error"),
     ("exchange", "BufferCopies", "commit: it may restore buffers"),
