@@ -21,7 +21,7 @@ Options = list[list[dict[str, Any]]]
 def inspect(operator: TrainingOperator) -> tuple[bool, Options]:
     """Return whether a validation loader exists, and the options."""
     train_state = operator._train_state
-    groups = [optimizer.param_groups for optimizer in train_state.optimizers]
+    groups = [optimizer.param_groups for optimizer in train_state.registered.optimizers]
     options = [[_numbers_of(group) for group in each] for each in groups]
     return train_state.data.has("validation"), options
 
@@ -32,16 +32,14 @@ def change(then: Options, now: Options, operator: TrainingOperator) -> None:
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value
     becomes a tenth of the new first value.
     """
-    train_state = operator._train_state
-    for optimizer, groups_then, groups_now in zip(train_state.optimizers, then, now, strict=True):
+    registered = operator._train_state.registered
+    for optimizer, groups_then, groups_now in zip(registered.optimizers, then, now, strict=True):
         groups = optimizer.param_groups
         for group, old, new in zip(groups, groups_then, groups_now, strict=True):
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
                     group[name] = _rescale(group[name], old[name], new[name])
-        for scheduler in itertools.chain.from_iterable(
-            map(_flatten, train_state.registered.schedulers)
-        ):
+        for scheduler in itertools.chain.from_iterable(map(_flatten, registered.schedulers)):
             # Compare the groups, which a wrapper shares with its optimizer.
             own = getattr(scheduler, "optimizer", None)
             if getattr(own, "param_groups", None) is groups:

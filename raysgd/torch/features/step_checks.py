@@ -95,7 +95,7 @@ class StepChecks(StepFeature):
         if not update.is_open or update.optimizer_steps.running is not None:
             return
         self._collective = name
-        self._registered.refuse_split(
+        self._refuse_split(
             f"train_batch calls {name}",
             f"leave out {name}, because the result would depend on the number of workers. For a "
             "mean over other items than samples, call self.backward(loss, num_samples=count).",
