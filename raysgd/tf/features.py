@@ -148,9 +148,10 @@ class KerasOptimization(StepFeature):
     def evaluating(self) -> Iterator[None]:
         """Evaluate with the averaged weights of ``use_ema``, like ``fit()``."""
         saved_values = []
-        for optimizer, variables in self._train_state.list_trained():
+        for optimizer in self._train_state.optimizers:
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             if getattr(inner, "use_ema", False) and int(inner.iterations) > 0:
+                variables = inner._trainable_variables  # also those that are frozen now
                 saved_values += [(v, tf.identity(v.value)) for v in variables]
                 optimizer.finalize_variable_values(variables)
         try:

@@ -64,30 +64,12 @@ def write(folder, records, events=()):
 def folder(tmp_path):
     records = [run(100)]
     for epoch in range(1, 4):
-        records.append(
-            call(
-                100 + 20 * epoch,
-                15,
-                10 * epoch,
-                epoch=epoch,
-                train_loss=1 / epoch,
-                num_samples=640,
-                lr=0.003,
-                **{"<script>x": 1.0},
-            )
-        )
-        records.append(
-            call(
-                102 + 20 * epoch,
-                2,
-                10 * epoch,
-                kind="validate",
-                epoch=epoch,
-                val_loss=0.5 / epoch if epoch > 1 else "nan",
-                val_accuracy=0.3 * epoch,
-                note="<b>",
-            )
-        )
+        trained = {"train_loss": 1 / epoch, "num_samples": 640, "lr": 0.003, "<script>x": 1.0}
+        val_loss = 0.5 / epoch if epoch > 1 else "nan"
+        measured = {"val_loss": val_loss, "val_accuracy": 0.3 * epoch, "note": "<b>"}
+        end, step = 100 + 20 * epoch, 10 * epoch
+        records.append(call(end, 15, step, "train", epoch, **trained))
+        records.append(call(end + 2, 2, step, "validate", epoch, **measured))
     events = [
         event("started", 100, ranks=(0, 1)),
         event("lost", 130, 14, num_workers=1, cause="<i>OOM</i>"),

@@ -466,17 +466,21 @@ class Averaging(TrainingOperator):
         model = make_model()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.5, use_ema=True), loss)
+        model.optimizer.build(model.trainable_variables)
+        model.layers[0].trainable = not config["frozen"]
         self.model, *_ = self.register(model)
         self.register_data(train_loader=digits()[0], shuffle=False)
 
 
-def test_the_model_has_the_averages_of_its_optimizer_as_after_fit(tmp_path):
-    with TFTrainer(training_operator_cls=Averaging, use_local=True) as trainer:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_model_has_the_averages_of_its_optimizer_as_after_fit(frozen):
+    config = {"frozen": frozen}
+    with TFTrainer(training_operator_cls=Averaging, config=config, use_local=True) as trainer:
         before = trainer.get_model().get_weights()
         trainer.train()
         model = trainer.get_model()
         raw = list(trainer.state_dict()["models"][0].values())
         predicted = trainer.predict(digits()[1])
     np.testing.assert_allclose(predicted, model.predict(digits()[1][0], verbose=0), atol=1e-5)
-    pairs = zip(before, model.get_weights(), raw, strict=True)
-    assert all(np.abs(held - old).sum() < np.abs(new - old).sum() for old, held, new in pairs)
+    weights = [*zip(before, model.get_weights(), raw, strict=True)][2 * frozen :]
+    assert all(np.abs(held - old).sum() < np.abs(new - old).sum() for old, held, new in weights)
