@@ -32,7 +32,7 @@ from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.evaluation import Evaluation, agree_on_samples, no_batch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
-from raysgd.loop.operator_base import OperatorBase, as_metrics, run_epoch
+from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import Receiver, models_last
@@ -197,7 +197,7 @@ class Loop:
         segment = self._begin_segment(limit, request)
         try:
             with train_state.timers.record("train_epoch"):
-                result = run_epoch(operator, segment, request.info or {}, train_state.epoch)
+                result = bind_epoch(operator, segment, request.info or {}, train_state.epoch)()
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
             self._end_failed_segment(segment)
@@ -350,6 +350,6 @@ class Loop:
             segment = train_state.step_iterator = StepIterator(
                 train_state, source, self.control, limit=1, steps_left=1, reads_only=1
             )
-            run_epoch(self.operator, segment, {}, train_state.epoch)
+            bind_epoch(self.operator, segment, {}, train_state.epoch)()
         source.close_workers()
         source.repartition(context.world_size, context.world_rank, config_batch)

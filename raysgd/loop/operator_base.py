@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -237,10 +238,10 @@ class OperatorBase:
         return value
 
 
-def run_epoch(
+def bind_epoch(
     operator: OperatorBase, iterator: StepIterator, info: Mapping[str, Any], epoch_idx: int
-) -> Any:
-    """Call ``train_epoch`` with the arguments that it takes. Older overrides end at ``info``."""
+) -> Callable[[], Any]:
+    """Return ``train_epoch`` with the arguments it takes. Older overrides end at ``info``."""
     info = {
         **info,
         NUM_STEPS: iterator.limit,
@@ -258,7 +259,7 @@ def run_epoch(
         named["info"] = info
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         named = {name: value for name, value in named.items() if name in parameters}
-    return operator.train_epoch(iterator, *positional, **named)
+    return functools.partial(operator.train_epoch, iterator, *positional, **named)
 
 
 def weight_of(method: Callable[..., Any], metrics: Any, default: float = 1) -> Any:
