@@ -72,7 +72,6 @@ class BatchSource:
 
     is_partitioned = False
     knows_sizes = False  # the number of samples of each batch is known
-    keeps_step_size = False  # the global batch size does not depend on the number of workers
     shuffles = False  # the order of an epoch is known to be random
     own_seed: int | None = None  # seed of the loader's generator, if it has one
     global_batch_size: int | None = None  # samples per step, if raysgd partitions by samples
@@ -275,7 +274,7 @@ class PartitionedSource(BatchSource):
         if follows_config and layout.num_parts is not None and requested_batch is not None:
             size = requested_batch // layout.num_parts
         super().__init__(loader)
-        self._epoch_size, self.keeps_step_size = epoch_size, layout.num_parts is not None
+        self._epoch_size = epoch_size
         self._partition = EpochPartition(
             sys.maxsize if epoch_size is None else epoch_size,
             1 if size is None else size,
@@ -327,7 +326,8 @@ class PartitionedSource(BatchSource):
 
     def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
-        if self._follows_config and config_batch is not None and not self.keeps_step_size:
+        layout = self._partition.layout
+        if self._follows_config and config_batch is not None and layout.num_parts is None:
             self.set_batch_size(config_batch, follows_config=True)
 
     def change_partition(self, **fields: Any) -> bool:

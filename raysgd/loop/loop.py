@@ -68,44 +68,6 @@ class Loop:
         self.evaluation = Evaluation(operator, control, self.call_progress)
         self.snapshots = Snapshots(self.train_state, partial(self.state_for, "snapshot"))
 
-    def restart_iteration(self) -> None:
-        """Start a new iteration over the loader in the next segment."""
-        self.train_state.step_iterator = self._rest = None
-
-    def state_for(self, receiver: Receiver) -> dict[str, Any]:
-        """Return a worker's state for a receiver, with tensors on their device.
-
-        If the state is sharded, only rank 0 adds more than its shards.
-        """
-        train_state, data = self.train_state, self.train_state.data
-        state: dict[str, Any] = {"global_step": train_state.global_step}
-        if receiver != "generation" and (own := train_state.replication.own_state()):
-            state |= own
-            if train_state.context.world_rank != 0:
-                return state
-        state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
-        if receiver != "file":
-            state |= {"call": dict(self.call_progress.export()), "batching": data.batching()}
-            state["module_modes"] = self.saved_state.module_modes()
-        if receiver == "generation":
-            return state | {
-                "fingerprint": data.fingerprint(),
-                "why_not_split": train_state.micro_batching.why_not_split,
-                "is_damaged": train_state.update.is_damaged,
-            }
-        if receiver == "snapshot":  # shares follow from the new number of workers
-            batching = state["batching"].items()
-            state["batching"] = {name: each for name, each in batching if not each[1]}
-        if receiver == "file":
-            state["data"]["loaders"] = data.loader_summaries
-        state["epoch"] = train_state.epoch + (train_state.offset > 0)
-        state |= self.saved_state.read()
-        if receiver == "snapshot":
-            state = self.saved_state.without_frozen(state, for_workers=True)
-        return models_last(state)
-
-    # ---- train
-
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
         """Train up to the goal of a request and return metrics. Return None at `callback_pause`.
 
@@ -157,15 +119,6 @@ class Loop:
             self.restart_iteration()
         self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
-
-    def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:
-        """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
-        progress = self.call_progress
-        if progress.state.call_number != call_number or not progress.own_segments:
-            return None
-        if self.control.next_log_step is not None:
-            progress.add_point(is_leaving=True)
-        return progress.result(is_leaving=True)
 
     def _add_due_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""
@@ -283,6 +236,14 @@ class Loop:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         return steps_left, agree_on_batch
 
+    def _fewest_batches(self, number: int) -> int:
+        """Return the minimum of `number` over all workers, and store the rank of that worker."""
+        number = min(number, 2**40)  # the product must fit into 64 bits
+        context, collectives = self.train_state.context, self.train_state.collectives
+        (smallest,) = collectives.all_reduce_min(number * context.world_size + context.world_rank)
+        least, self._rank_with_fewest = divmod(smallest, context.world_size)
+        return least
+
     def _end_at_bad_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""
         meters = self.train_state.update.meters
@@ -292,14 +253,6 @@ class Loop:
         if is_bad:
             self.call_progress.state.ended_early = True
             self.control.callback_pause = 0  # a past step, so that the segment ends now
-
-    def _fewest_batches(self, number: int) -> int:
-        """Return the minimum of `number` over all workers, and store the rank of that worker."""
-        number = min(number, 2**40)  # the product must fit into 64 bits
-        context, collectives = self.train_state.context, self.train_state.collectives
-        (smallest,) = collectives.all_reduce_min(number * context.world_size + context.world_rank)
-        least, self._rank_with_fewest = divmod(smallest, context.world_size)
-        return least
 
     def _end_failed_segment(self, segment: StepIterator) -> None:
         """Save the progress and the metrics of a segment that raised."""
@@ -336,6 +289,15 @@ class Loop:
                 )
             logger.warning("%s. The epoch counts as done, but no step was counted.", drew_none)
 
+    def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:
+        """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
+        progress = self.call_progress
+        if progress.state.call_number != call_number or not progress.own_segments:
+            return None
+        if self.control.next_log_step is not None:
+            progress.add_point(is_leaving=True)
+        return progress.result(is_leaving=True)
+
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, then restore the state."""
         train_state = self.train_state
@@ -353,3 +315,39 @@ class Loop:
             bind_epoch(self.operator, segment, {}, train_state.epoch)()
         source.close_workers()
         source.repartition(context.world_size, context.world_rank, config_batch)
+
+    def restart_iteration(self) -> None:
+        """Start a new iteration over the loader in the next segment."""
+        self.train_state.step_iterator = self._rest = None
+
+    def state_for(self, receiver: Receiver) -> dict[str, Any]:
+        """Return a worker's state for a receiver, with tensors on their device.
+
+        If the state is sharded, only rank 0 adds more than its shards.
+        """
+        train_state, data = self.train_state, self.train_state.data
+        state: dict[str, Any] = {"global_step": train_state.global_step}
+        if receiver != "generation" and (own := train_state.replication.own_state()):
+            state |= own
+            if train_state.context.world_rank != 0:
+                return state
+        state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
+        if receiver != "file":
+            state |= {"call": dict(self.call_progress.export()), "batching": data.batching()}
+            state["module_modes"] = self.saved_state.module_modes()
+        if receiver == "generation":
+            return state | {
+                "fingerprint": data.fingerprint(),
+                "why_not_split": train_state.micro_batching.why_not_split,
+                "is_damaged": train_state.update.is_damaged,
+            }
+        if receiver == "snapshot":  # shares follow from the new number of workers
+            batching = state["batching"].items()
+            state["batching"] = {name: each for name, each in batching if not each[1]}
+        if receiver == "file":
+            state["data"]["loaders"] = data.loader_summaries
+        state["epoch"] = train_state.epoch + (train_state.offset > 0)
+        state |= self.saved_state.read()
+        if receiver == "snapshot":
+            state = self.saved_state.without_frozen(state, for_workers=True)
+        return models_last(state)

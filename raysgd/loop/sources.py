@@ -198,8 +198,8 @@ class DataSources(ABC):
     @property
     def keeps_requested_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
-        source, size = self._sources.get("train"), self._settings.requested_batch
-        return source is not None and source.keeps_step_size and source.global_batch_size == size
+        _, follows_config = self.batching().get("train", (0, False))
+        return follows_config and self._settings.options.layout.num_parts is not None
 
     def release(self) -> None:
         for source in self._sources.values():

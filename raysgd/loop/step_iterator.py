@@ -65,53 +65,6 @@ class StepIterator:
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
         self._ahead: Any = _NOTHING  # a batch of the loader that no update has
 
-    @functools.cached_property
-    def _batches(self) -> Iterator[Any]:
-        """The iteration over the source. It opens when `allow_split` can no longer be called."""
-        train_state = self._train_state
-        may_split = train_state.micro_batching.may_split
-        if self.source.change_partition(may_split=may_split) or self.rest is None:
-            self.rest = self.source.batches(train_state.epoch, train_state.offset, self.reads_only)
-        return self.rest
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds per step so far. 0 before the first step is done."""
-        done = self.num_finished_steps
-        return (time.perf_counter() - self._started) / done if done else 0.0
-
-    @property
-    def num_finished_steps(self) -> int:
-        """Number of finished steps, including steps that wait for their update."""
-        return self.num_steps + self._update.micro_batch.step_index
-
-    @property
-    def num_collated(self) -> int | None:
-        """Samples of the newest batch, if they are known and this worker trains all of them."""
-        is_split = self._train_state.micro_batching.split > 1
-        trains_all = not (self._update.micro_batch.is_repeated or is_split)
-        return self.source.num_collated if trains_all else None
-
-    def describe_position(self) -> str:
-        """Return the step that the loop trains, and its batch, as text."""
-        step = f"step {self.start_step + self.num_finished_steps + 1}"
-        if self.has_loader_failed:
-            return f"when reading the batch of {step}"
-        return f"in {step}, batch {describe(self.batch)}"
-
-    @property
-    def epoch_is_over(self) -> bool:
-        return self._is_exhausted or self.num_steps == self.steps_left
-
-    @property
-    def loop_ends_epoch(self) -> bool:
-        """Whether the epoch is over if the loop asks for no further batch."""
-        if self.limit is None and not (self.has_paused or self.has_loader_failed):
-            return True  # a loop that stops early ends the epoch
-        newest = self._update.micro_batch
-        pending = newest.step_index + newest.ends_step if self._update.is_open else 0
-        return self.epoch_is_over or self.num_steps + pending == self.steps_left
-
     def __iter__(self) -> StepIterator:
         return self
 
@@ -123,6 +76,22 @@ class StepIterator:
         if not self._micro_batches:
             self._draw_batch()
         return self._next_micro_batch()
+
+    def _commit_if_done(self, raised: bool = False) -> None:
+        """Commit the update in progress if it counts, although the loop may have `raised`."""
+        if not self._update.should_commit(raised):
+            return
+        num_steps = self._update.micro_batch.step_index + 1
+        offset = self.source.offset_after(self.start_offset, self.num_steps + num_steps)
+        try:
+            self._train_state.commit(num_steps, offset)
+        finally:
+            if not self._update.drawn:
+                self.batch = None
+                self.num_steps += num_steps
+        if not raised:
+            for function in self.after_commit:
+                function()
 
     def _draw_batch(self) -> None:
         """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
@@ -140,6 +109,63 @@ class StepIterator:
         self._micro_batches.extend(split_batch(batch, micro_batch))
         self._update.split = max(self._update.split, len(self._micro_batches))
 
+    def _decide_end(self) -> bool:
+        if self._is_exhausted or self.num_steps == self.total_steps:
+            return True
+        self.has_paused = self._control.pauses_at(self.start_step + self.num_steps)
+        return self.has_paused
+
+    def _read_ahead(self) -> None:
+        """Read a batch ahead, unless any rank has no more batches."""
+        timing = self._train_state.timing
+        timing.begin(DATA)
+        try:
+            self._ahead = self._control.next_batch(self._batches, _NOTHING)
+        except BaseException:
+            self.has_loader_failed = True
+            raise
+        timing.begin(OTHER)
+        has_batch = self._ahead is not _NOTHING
+        # `_ahead` keeps the batch if a worker is lost during this collective.
+        if self.agree_on_batch is not None and not self.agree_on_batch(has_batch):
+            self._ahead = _NOTHING
+        if self._ahead is _NOTHING:
+            self._is_exhausted = True
+            self._check_length()
+
+    @functools.cached_property
+    def _batches(self) -> Iterator[Any]:
+        """The iteration over the source. It opens when `allow_split` can no longer be called."""
+        train_state = self._train_state
+        may_split = train_state.micro_batching.may_split
+        if self.source.change_partition(may_split=may_split) or self.rest is None:
+            self.rest = self.source.batches(train_state.epoch, train_state.offset, self.reads_only)
+        return self.rest
+
+    def _check_length(self) -> None:
+        train_state = self._train_state
+        if self.steps_left is None or train_state.context.world_size == 1:
+            return
+        taken = self.num_steps + len(self._update.drawn)
+        raise RuntimeError(
+            f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
+            f"of {self.steps_left} batches, and other workers would wait for more. Correct or "
+            "remove __len__ of the loader. Its data set must not raise StopIteration."
+        )
+
+    def _plan_batch(self) -> MicroBatch:
+        """Return the plan of the newest batch. The first batch plans the whole update."""
+        index = len(self._update.drawn) - 1
+        if index == 0:
+            num_steps = self._train_state.accumulation_steps
+            if self.total_steps is not None and self.num_steps + num_steps > self.total_steps:
+                num_steps = self.total_steps - self.num_steps
+            self._update.plan = self.source.plan(self._train_state.offset, num_steps)
+        planned = self._update.plan.batches
+        if index + 1 < len(planned) and not self.source.is_partitioned:
+            self._read_ahead()  # the loader may end before its claimed length
+        return planned[index]
+
     def _next_micro_batch(self) -> Any:
         rows, micro_batch = self._micro_batches.popleft()
         num_batches = len(self._update.plan.batches)
@@ -148,12 +174,6 @@ class StepIterator:
         self._train_state.begin_micro_batch(micro_batch, is_last)
         self._train_state.timing.begin(self._train_state.timing.batch_phase)
         return rows
-
-    def _decide_end(self) -> bool:
-        if self._is_exhausted or self.num_steps == self.total_steps:
-            return True
-        self.has_paused = self._control.pauses_at(self.start_step + self.num_steps)
-        return self.has_paused
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""
@@ -186,62 +206,43 @@ class StepIterator:
         self._train_state.roll_back()
         return again
 
-    def _plan_batch(self) -> MicroBatch:
-        """Return the plan of the newest batch. The first batch plans the whole update."""
-        index = len(self._update.drawn) - 1
-        if index == 0:
-            num_steps = self._train_state.accumulation_steps
-            if self.total_steps is not None and self.num_steps + num_steps > self.total_steps:
-                num_steps = self.total_steps - self.num_steps
-            self._update.plan = self.source.plan(self._train_state.offset, num_steps)
-        planned = self._update.plan.batches
-        if index + 1 < len(planned) and not self.source.is_partitioned:
-            self._read_ahead()  # the loader may end before its claimed length
-        return planned[index]
+    @property
+    def epoch_is_over(self) -> bool:
+        return self._is_exhausted or self.num_steps == self.steps_left
 
-    def _read_ahead(self) -> None:
-        """Read a batch ahead, unless any rank has no more batches."""
-        timing = self._train_state.timing
-        timing.begin(DATA)
-        try:
-            self._ahead = self._control.next_batch(self._batches, _NOTHING)
-        except BaseException:
-            self.has_loader_failed = True
-            raise
-        timing.begin(OTHER)
-        has_batch = self._ahead is not _NOTHING
-        # `_ahead` keeps the batch if a worker is lost during this collective.
-        if self.agree_on_batch is not None and not self.agree_on_batch(has_batch):
-            self._ahead = _NOTHING
-        if self._ahead is _NOTHING:
-            self._is_exhausted = True
-            self._check_length()
+    @property
+    def loop_ends_epoch(self) -> bool:
+        """Whether the epoch is over if the loop asks for no further batch."""
+        if self.limit is None and not (self.has_paused or self.has_loader_failed):
+            return True  # a loop that stops early ends the epoch
+        newest = self._update.micro_batch
+        pending = newest.step_index + newest.ends_step if self._update.is_open else 0
+        return self.epoch_is_over or self.num_steps + pending == self.steps_left
 
-    def _check_length(self) -> None:
-        train_state = self._train_state
-        if self.steps_left is None or train_state.context.world_size == 1:
-            return
-        taken = self.num_steps + len(self._update.drawn)
-        raise RuntimeError(
-            f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
-            f"of {self.steps_left} batches, and other workers would wait for more. Correct or "
-            "remove __len__ of the loader. Its data set must not raise StopIteration."
-        )
+    @property
+    def num_finished_steps(self) -> int:
+        """Number of finished steps, including steps that wait for their update."""
+        return self.num_steps + self._update.micro_batch.step_index
 
-    def _commit_if_done(self, raised: bool = False) -> None:
-        """Commit the update in progress if it counts, although the loop may have `raised`."""
-        if not self._update.should_commit(raised):
-            return
-        num_steps = self._update.micro_batch.step_index + 1
-        offset = self.source.offset_after(self.start_offset, self.num_steps + num_steps)
-        try:
-            self._train_state.commit(num_steps, offset)
-        finally:
-            if not self._update.drawn:
-                self.batch = None
-                self.num_steps += num_steps
-        for function in self.after_commit if not raised else ():
-            function()
+    @property
+    def step_s(self) -> float:
+        """Mean seconds per step so far. 0 before the first step is done."""
+        done = self.num_finished_steps
+        return (time.perf_counter() - self._started) / done if done else 0.0
+
+    @property
+    def num_collated(self) -> int | None:
+        """Samples of the newest batch, if they are known and this worker trains all of them."""
+        is_split = self._train_state.micro_batching.split > 1
+        trains_all = not (self._update.micro_batch.is_repeated or is_split)
+        return self.source.num_collated if trains_all else None
+
+    def describe_position(self) -> str:
+        """Return the step that the loop trains, and its batch, as text."""
+        step = f"step {self.start_step + self.num_finished_steps + 1}"
+        if self.has_loader_failed:
+            return f"when reading the batch of {step}"
+        return f"in {step}, batch {describe(self.batch)}"
 
 
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:

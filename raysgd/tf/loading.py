@@ -187,7 +187,6 @@ class DatasetSource(PartitionedSource):
             **partition_arguments,
         )
         self._layout, self._training, self._splits = layout, training, splits
-        self.keeps_step_size = layout.num_parts is not None
         self._plan = UpdatePlan()
         self._num_begun = 0
         self._iteration: _Iteration | None = None
@@ -264,7 +263,7 @@ class DatasetSource(PartitionedSource):
         if self._splits:
             batch_size = -(-batch_size // self._layout.num_full_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
-        may_split = partition.may_split and self.keeps_step_size
+        may_split = partition.may_split and self._layout.num_parts is not None
         step = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
         self._plan = step.plan((sum(sizes),))
         own, number = self._own_batch(drawn), len(self._plan.batches)

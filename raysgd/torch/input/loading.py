@@ -151,7 +151,8 @@ class PartitionedLoader(PartitionedSource):
         return copied
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
-        order, partition = self._order_of(epoch, offset), self.partition
+        order = self._order_of(epoch, offset)  # first, because the length may depend on the epoch
+        partition = self.partition
         if offset:
             self.epoch_order.check_saved(epoch)
         spans, same_spans = itertools.tee(partition.batches(offset, num_steps))
@@ -164,8 +165,7 @@ class PartitionedLoader(PartitionedSource):
             self._kept_loader = None  # its processes have copies of the data set
         loader = self._reader()
         seeds = (self._seed, epoch) if partition.layout.has_fixed_parts else None
-        makes_batches = self.loader.batch_size is not None
-        loader._index_sampler.keys = _keys(order, spans, seeds, makes_batches)
+        loader._index_sampler.keys = _keys(order, spans, seeds, self.loader.batch_size is not None)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
         loader.generator = torch.Generator().manual_seed(seed)
