@@ -311,6 +311,7 @@ for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
     assert number.item() == expected
 group.allreduce([number]).wait()  # without options
 assert number.item() == 4
+dist.all_reduce(number.to(torch.uint8))
 average = torch.tensor([rank + 1.0])
 dist.all_reduce(average, op=dist.ReduceOp.AVG)
 assert average.item() == 1.5

@@ -41,8 +41,14 @@ def test_a_group_can_be_made_left_and_made_again(backend):
     for _ in range(2):
         joined(backend)
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        assert dist.group.WORLD._gloo.options._timeout == datetime.timedelta(seconds=30)
+        assert (backend.collective(), backend.links()) == (None, {})  # links within one host
+        backend._group._running.begin(1, print, is_collective=True)
+        assert backend.collective() == 1
+        backend._group._running.finish(1)
         backend.teardown()
         assert not dist.is_initialized()
+        assert backend.collective() is None
 
 
 def test_each_generation_has_a_store_of_its_own(backend):
@@ -171,16 +177,6 @@ def test_workers_that_do_not_come_are_named(backend):
     with pytest.raises(dist.DistStoreError, match=r"here/1, here/2 within 0\.1 s") as caught:
         backend.setup(WorkerContext(world_size=3), backend.prepare(["127.0.0.1"] * 3))
     assert backend.is_communication_error(caught.value)
-
-
-def test_the_collective_of_this_worker_is_known(backend):
-    assert backend.collective() is None
-    joined(backend)
-    assert (backend.collective(), backend.links()) == (None, {})  # links within one host
-    backend._group._running.begin(1, print, is_collective=True)
-    assert backend.collective() == 1
-    backend._group._running.finish(1)
-    assert dist.group.WORLD._gloo.options._timeout == datetime.timedelta(seconds=30)
 
 
 @pytest.mark.parametrize("is_of_group", [False, True])

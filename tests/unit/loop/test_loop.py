@@ -151,6 +151,19 @@ def test_own_loop_over_the_train_loader_has_a_new_order_in_each_epoch(
     assert len({tuple(order) for order in orders}) == 3
 
 
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 1)])
+def test_a_loader_with_the_rank_of_an_earlier_group_causes_a_warning(start, caplog, rank, size):
+    class Ranked(Epochs):
+        num_replicas, rank = 1, 0
+
+    _, operator = start(Streaming, {"wrap": Ranked})
+    settings = operator._train_state.settings
+    settings.context = dataclasses.replace(settings.context, world_rank=rank, world_size=size)
+    operator._train_state.data.warn_of_stale_ranks()
+    said = f"by rank 0 of 1 workers, but this worker is rank {rank} of {size} now."
+    assert caplog.text.count(said) == 2 * ((rank, size) != (0, 1))
+
+
 @KINDS
 @given(calls=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=5))
 def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, calls):
@@ -329,12 +342,17 @@ def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
 
 
 def test_segments_count_by_their_batches_without_num_samples(start):
-    class Lengths(Recorder):
+    class Lengths(Streaming):
         def train_epoch(self, iterator, info):
             return {"length": sum(1 for _ in map(self.train_batch, iterator, [info] * 9))}
 
+        def validate(self, val_iterator, info):
+            return {"val_length": sum(1 for _ in val_iterator)}
+
     trainer, _ = start(Lengths)
     assert trainer.train(num_steps=7)["length"] == (5 * 5 + 2 * 2) / 7
+    # The second call begins where the iterable has ended, with a part that does not count.
+    assert [trainer.validate(num_steps=n)["val_length"] for n in (5, 3)] == [5, 3]
 
 
 @KINDS
@@ -353,17 +371,6 @@ def test_a_failed_validation_is_repeated_from_its_start(start, operator_cls, con
     operator.validated.clear()
     assert trainer.validate()["num_samples"] == 32
     assert operator.validated == EPOCH[8:]
-
-
-def test_a_part_without_a_batch_does_not_count(start):
-    """The call begins where the iterable has ended."""
-
-    class Lengths(Streaming):
-        def validate(self, val_iterator, info):
-            return {"val_length": sum(1 for _ in val_iterator)}
-
-    trainer, _ = start(Lengths)
-    assert [trainer.validate(num_steps=n)["val_length"] for n in (5, 3)] == [5, 3]
 
 
 @pytest.mark.parametrize(("rank", "firsts"), [(0, [0, 16, 32]), (1, [8, 24])])

@@ -9,6 +9,7 @@ import torch
 
 from raysgd import ElasticConfig
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.progress import Holdings
 from raysgd.data import Dataset
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.errors import CheckpointError
@@ -152,14 +153,18 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     runner = make_runner()
     assert TorchRunner(TorchOptions(training_operator_cls=Recorder)).restart_state() is None
     runner.handle(TrainRequest(call_number=7, until_step=3))
+    runner.operator.model[0].eval()
     state = runner.handle(RestartStateRequest(num_workers=1))
     assert (state["global_step"], state["call"]["call_number"]) == (3, 7)
     other = make_runner()
     other.load_state_dict(state)
     assert other._loop.call_progress.state.call_number == 7
+    assert [layer.training for layer in other.operator.model] == [False, *[True] * 3]
     other.handle(TrainRequest(call_number=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
-    runner.operator._train_state.update.is_damaged = True
+    runner._train_state.replication.holdings = Holdings(complete=False)  # only its shard
+    assert [runner.restart_state(number) is None for number in (1, 2)] == [False, True]
+    runner._train_state.update.is_damaged = True
     assert runner.restart_state() is None
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
         runner.state_dict()
