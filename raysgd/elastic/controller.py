@@ -186,7 +186,10 @@ class Controller:
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
-                journal.progress = self._supervision.interrupt() or journal.progress
+                assert self._supervision.attempt is not None
+                context.commands.interrupt(self._supervision.attempt)
+                if reached := context.commands.ask_progress().values():
+                    journal.progress = choose_leader(reached)
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):

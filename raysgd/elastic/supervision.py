@@ -228,10 +228,3 @@ class Supervision:
         steps = self._commands.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
             attempt.needs_new_group = True  # some workers have passed the step: discard it
-
-    def interrupt(self) -> Progress | None:
-        """Interrupt the workers after Ctrl-C, and return their progress."""
-        assert self.attempt is not None
-        self._commands.interrupt(self.attempt)
-        reached = list(self._commands.ask_progress().values())
-        return choose_leader(reached) if reached else None

@@ -120,12 +120,12 @@ class StateTransfer:
 
     def _prepare_export(self, method: str) -> list[Any]:
         """Let the workers compare their replicas, and return their random number generators."""
-        return self._fetch(PrepareExportRequest(), method, rank=None, open_inbox=None)
+        return self.dispatcher.run(PrepareExportRequest(), method=method, allows_any_size=True)
 
-    def _fetch(self, request: Request, method: str, **options: Any) -> list[Any]:
+    def _fetch(self, request: Request, method: str, open_inbox: Any = Inbox) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
         rank = None if must_hand_over(self.dispatcher.controller.journal.progress) else 0
-        options = {"rank": rank, "open_inbox": Inbox, "allows_any_size": True, **options}
+        options = {"rank": rank, "open_inbox": open_inbox, "allows_any_size": True}
         return self.dispatcher.run(request, method=method, **options)
 
     # ---- files
