@@ -48,9 +48,7 @@ class KerasTrainState(TrainState):
         self.collectives: KerasCollectives = create_collectives(settings)
         self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training
-        self.setup_arguments: list[
-            Any
-        ] = []  # of compile(), which graphs hold as constants, when `setup` ended
+        self.setup_arguments: list[Any] = []  # of compile(): constants of the graphs
         self.attributes: Mapping[str, Any] = {}  # of the operator
         self.setup_objects: Mapping[str, Any] = {}  # those that are registered, when `setup` ended
 
