@@ -134,9 +134,9 @@ def test_waits_time_out_and_accept_huge_timeouts(pair):
     started = begin(pair[0], torch.ones(3), timeout_s=1e9)
     begin(pair[1], torch.ones(3)).result(PATIENCE_S)
     started.result(PATIENCE_S)
-    late = r"gloo/ Timed out after 0\.1 s.*ranks \[1\]"
+    late = r"gloo/ Timed out after 0\.1 s.*ranks \[0\]"
     with meshes(2) as made, pytest.raises(RuntimeError, match=late):
-        begin(made[0], torch.ones(3), timeout_s=0.1).result(PATIENCE_S)
+        begin(made[1], torch.ones(3), timeout_s=0.1).result(PATIENCE_S)
 
 
 def test_connecting_times_out():
