@@ -168,10 +168,9 @@ class Listener:
     """Listens on a free port of `host`, in its own thread, until `close`."""
 
     def __init__(self, host: str, name: str) -> None:
-        self._host = host
         self._server = socket.create_server((host, 0), backlog=1024)
         self._server.setblocking(False)
-        self._port: int = self._server.getsockname()[1]
+        self._endpoint: tuple[str, int] = self._server.getsockname()
         self._expected: dict[bytes, tuple[str, Handler]] = {}
         self._connections: dict[socket.socket, asyncio.Task[None]] = {}
         self._unauthenticated: dict[socket.socket, None] = {}
@@ -189,7 +188,7 @@ class Listener:
         """
         key = secrets.token_hex(_RANDOM_BYTES) if key is None else key
         self._expected[_name(key)] = key, handler
-        return Address(self._host, self._port, key)
+        return Address(*self._endpoint, key)
 
     def forget(self, address: Address) -> None:
         """Refuse further connections to `address`."""

@@ -166,15 +166,15 @@ class TorchProcessGroup(CollectiveBackend):
         before = listeners()
         # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
-        ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
+        rank, size = context.world_rank, context.world_size
+        timeout = min(self._timeout, _CONNECT)
         if self._name == "gloo":
             mesh = self._mesh if all(mesh_addresses) else None
             if mesh is not None:  # its errors name missing ranks
                 mesh.connect(mesh_addresses)
-            self._group = GlooGroup.init(store, *ranks, connector)
+            self._group = GlooGroup.init(store, rank, size, timeout, connector)
             self._group.mesh = mesh
         else:
-            rank, size, timeout = ranks
             # In PyTorch 2.15, "nccl" is another implementation, which connects here and not in its
             # first collective. Then `interrupt` could not end the wait for a lost worker.
             nccl = "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"

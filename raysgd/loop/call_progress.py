@@ -81,20 +81,17 @@ class CallProgress:
             self.own_segments = []
         self.state = CallState(**{**state, "merged_segments": [*state["merged_segments"]]})
 
-    @property
-    def segments(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Start step and metrics of the segments that this worker returns."""
-        is_first = self._train_state.context.world_rank == 0
-        return self.own_segments + self.state.merged_segments * is_first
+    def _results(self, is_leaving: bool, since: int = 0) -> list[Mapping[str, Any]]:
+        """Return the metrics of segments that began at step `since` or later, for the driver."""
+        returns_merged = self._train_state.context.world_rank == 0 and not is_leaving
+        segments = self.own_segments + self.state.merged_segments * returns_merged
+        return [metrics for start, metrics in segments if start >= since]
 
     def add_point(self, is_leaving: bool = False) -> None:
         """Add what this worker has measured since the last point."""
         train_state = self._train_state
-        since = self.state.last_log_step
-        segments = self.own_segments if is_leaving else self.segments
-        results = [metrics for start, metrics in segments if start >= since]
         metrics: Any = None
-        if results:
+        if results := self._results(is_leaving, since=self.state.last_log_step):
             metrics = merge_segments(results) | learning_rates(train_state.optimizers)
             for feature in train_state.features:
                 metrics |= feature.step_metrics()
@@ -125,8 +122,7 @@ class CallProgress:
 
     def result(self, is_leaving: bool = False) -> dict[str, Any]:
         """Return the metrics of the call. For a leaving worker, omit those that all others have."""
-        segments = self.own_segments if is_leaving else self.segments
-        result = merge_segments([metrics for _, metrics in segments])
+        result = merge_segments(self._results(is_leaving))
         timers = self._train_state.timers
         before, now = self._totals_before, self._train_state.timing.totals
         num_steps = now.num_steps - before.num_steps

@@ -81,10 +81,9 @@ class Evaluation:
             if taken is None or left_in_epoch is None:
                 taken = source.steps_taken(batches.num_finished_steps)
             if offset == 0 and (left_in_epoch == 0 or (batches.is_exhausted and taken == 0)):
-                context = train_state.context
-                raise no_batch(
-                    "validation", source, context.world_rank if context.world_size > 1 else None
-                )
+                has_others = train_state.context.world_size > 1
+                rank = train_state.context.world_rank if has_others else None
+                raise no_batch("validation", source, rank)
             is_end = limit is None or taken < limit or taken == left_in_epoch
             offset = 0 if is_end else source.offset_after(offset, taken)
             if steps_left is None or (taken == 0 and not batches.is_exhausted):

@@ -170,8 +170,7 @@ class Loop:
             num_steps = max(1, segment.num_steps)
             self.call_progress.add(segment.start_step, with_weight(metrics, num_steps))
         if not segment.was_read:  # the loop has its own batches, and may have counted them
-            own_step = int(operator.global_step)
-            train_state.position.global_step = max(segment.start_step, own_step)
+            train_state.position.global_step = max(segment.start_step, int(operator.global_step))
         if train_state.global_step == segment.start_step and not segment.has_paused:
             self._handle_empty_segment(segment, request.until_epoch or 0)
         train_state.end_segment()
@@ -215,10 +214,7 @@ class Loop:
         return segment
 
     def _agree_on_data(self) -> tuple[int | None, Callable[[int], int] | None]:
-        """Make all workers read the rest of the epoch in one order.
-
-        Return `steps_left` and `agree_on_batch` of a `StepIterator`.
-        """
+        """Return `steps_left` and `agree_on_batch` of a segment that all workers read alike."""
         train_state, source = self.train_state, self.source
         self._rank_with_fewest = None
         source.current_epoch = train_state.epoch

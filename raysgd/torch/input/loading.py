@@ -70,9 +70,8 @@ class TorchSources(DataSources):
         if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
-        has_shares = (
-            source.is_partitioned and getattr(source.loader, "batch_size", None) is not None
-        )
+        batch_size = getattr(source.loader, "batch_size", None)
+        has_shares = source.is_partitioned and batch_size is not None
         if options.elastic.shares != "even" and not has_shares:
             raise ValueError(
                 f"register_data(train_loader=...): ElasticConfig(shares=...) needs a DataLoader "
