@@ -151,19 +151,6 @@ def test_own_loop_over_the_train_loader_has_a_new_order_in_each_epoch(
     assert len({tuple(order) for order in orders}) == 3
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 1)])
-def test_a_loader_with_the_rank_of_an_earlier_group_causes_a_warning(start, caplog, rank, size):
-    class Ranked(Epochs):
-        num_replicas, rank = 1, 0
-
-    _, operator = start(Streaming, {"wrap": Ranked})
-    settings = operator._train_state.settings
-    settings.context = dataclasses.replace(settings.context, world_rank=rank, world_size=size)
-    operator._train_state.data.warn_of_stale_ranks()
-    said = f"by rank 0 of 1 workers, but this worker is rank {rank} of {size} now."
-    assert caplog.text.count(said) == 2 * ((rank, size) != (0, 1))
-
-
 @KINDS
 @given(calls=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=5))
 def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, calls):

@@ -522,17 +522,19 @@ def by_rank(operator):
 
 
 @pytest.mark.parametrize("in_hook", [False, True])
-def test_warning_about_a_loader_with_ranks_of_an_earlier_group(caplog, in_hook):
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 1)])
+def test_warning_about_a_loader_with_ranks_of_an_earlier_group(caplog, in_hook, rank, size):
     class Selecting(Following):
         def setup(self, config):
             super().setup(config)
             self.register_data(train_loader=by_rank(self))
 
     runner = make_runner(Selecting, {"register": by_rank} if in_hook else {})
-    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
+    runner.rejoin(WorkerContext(world_rank=rank, world_size=size, generation=2), leader_rank=0)
     told = [record.message for record in caplog.records if "on_world_change" in record.message]
     assert len(told) == (not in_hook)
-    assert in_hook or "by rank 0 of 1 workers, but this worker is rank 1 of 2 now" in told[0]
+    said = f"by rank 0 of 1 workers, but this worker is rank {rank} of {size} now"
+    assert in_hook or said in told[0]
 
 
 @pytest.mark.parametrize(
