@@ -1,6 +1,7 @@
 """Requests to a runner that change no state: warm-ups, states for restarts, and descriptions."""
 
 import copy
+import io
 import random
 
 import numpy as np
@@ -16,6 +17,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.requests import (
     DepartureRequest,
+    SaveRequest,
     TrainRequest,
     ValidateRequest,
 )
@@ -170,6 +172,21 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
         runner.state_dict()
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
         runner.handle(TrainRequest(call_number=8, until_epoch=1))
+
+
+def test_content_of_a_file_has_the_state_and_the_parts_of_the_driver():
+    runner = make_runner()
+    runner.handle(TrainRequest(call_number=0, until_step=3))
+    parts, file = {"config": {"a": 1}, "provenance": {"b": 2}}, io.BytesIO()
+    request = SaveRequest(driver_entries=parts, generators=[3], frozen=True, label="state.pt")
+    content = runner.handle(request)
+    content.write(file)
+    written = torch.load(io.BytesIO(file.getvalue()))
+    loaders, expected = written["data"].pop("loaders"), state_of(runner)
+    facts = {"b": 2, "loaders": loaders, "seed": expected["data"]["seed"]}
+    assert content.metadata == {"epoch": 1, "global_step": 3, "provenance": facts}
+    expected["data"]["rng"] = [3]
+    torch.testing.assert_close(written, {**expected, **parts}, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("with_items", "first"), [(True, 104), (False, 0)])
