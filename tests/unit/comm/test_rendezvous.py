@@ -106,18 +106,6 @@ def test_a_client_with_many_requests_holds_no_other_up(server, client):
         assert client.add("count", 0) < 50_000
 
 
-def test_interrupting_a_client_ends_its_wait_and_no_others(server, client):
-    other = TorchStore(server.address, LONG)
-    waits, others_wait = waiting_for(client, ["never"]), waiting_for(other, ["later"])
-    client.interrupt()
-    with pytest.raises(dist.DistNetworkError):
-        waits.result(10)
-    with pytest.raises(dist.DistNetworkError):
-        client.set("a", "1")
-    TorchStore(server.address, LONG).set("later", "")
-    others_wait.result(10)
-
-
 def test_an_invalid_request_closes_only_its_own_connection(server, client, caplog):
     for request in [["unknown"], ["set", "a"], "text", [], ["add", "a", "b"], ["check", 3]]:
         with connect(server.address, 10) as other, other.makefile("rb") as answers:
