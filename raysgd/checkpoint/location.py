@@ -28,7 +28,7 @@ class Location:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        text = os.fspath(path)
+        text = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(text, str):
             raise TypeError(f"{path!r}: must be a path or URL.")
         scheme, separator, rest = text.partition("://")

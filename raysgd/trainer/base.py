@@ -449,6 +449,9 @@ class OperatorTrainer(TrainerInfo):
                 raise
             error.add_note(str(failure))  # the caller must see the first error
 
+    def __reduce__(self) -> Any:
+        raise TypeError(f"A {type(self).__name__} cannot be pickled or copied. Use state_dict().")
+
     # ---- Ray Tune
 
     @classmethod

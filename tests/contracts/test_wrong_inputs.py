@@ -5,6 +5,7 @@ after a wrong call. tests/distributed has the errors that only workers detect.
 """
 
 import asyncio
+import copy
 import os
 import sys
 import threading
@@ -319,6 +320,7 @@ WRONG_CALLS = [
     ("drain", {"rank": 0, "deadline_s": "1"}, ValueError, "deadline_s='1'", "at least 0"),
     ("save_model", {"path": "weights.pt"}, ValueError, "'weights.pt'", ".safetensors"),
     ("save", {"path": b"x.pt"}, TypeError, "path", "b'x.pt'"),
+    ("load", {"path": None}, TypeError, "None", "path or URL"),
     ("save", {"path": "~nosuch/x.pt"}, CheckpointError, "'~nosuch/x.pt'", "home folder"),
     ("load", {"path": None}, TypeError, "None"),
     *(
@@ -396,6 +398,10 @@ def test_lock_of_another_user_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / f"raysgd-data-{os.getuid()}.lock").mkdir()
     check(lock_of_node, RuntimeError, ["raysgd-data-", "TMPDIR"])
+
+
+def test_a_trainer_is_not_copied(trainer):
+    check(lambda: copy.deepcopy(trainer), TypeError, ["TorchTrainer", "copied", "state_dict()"])
 
 
 def test_save_into_a_missing_folder_is_refused(trainer, tmp_path):
