@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
-from tests.operators import fingerprint
+from tests.operators import fingerprint, register_with_sgd
 
 
 class Ids(Dataset):
@@ -40,11 +40,7 @@ class Ledger(TrainingOperator):
 
     def setup(self, config):
         model = Weights(config["num_samples"])
-        self.model, self.optimizer = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
-            **config.get("register", {}),
-        )
+        register_with_sgd(self, model, lr=1.0, **config.get("register", {}))
         self.register_data(train_loader=self.make_loader(config))
 
     def make_loader(self, config):

@@ -48,17 +48,21 @@ def make_model(batch_norm=False):
     return torch.nn.Sequential(*layers)
 
 
+def register_with_sgd(operator, model, lr=0.1, momentum=0.0, **others):
+    """Register a model and its optimizer, and set the attributes that operators usually have."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    registered = operator.register(models=model, optimizers=optimizer, **others)
+    for name, each in zip(("model", "optimizer", "criterion"), registered, strict=False):
+        setattr(operator, name, each)
+
+
 class Classifier(TrainingOperator):
     """A small classifier; the config sets what tests vary."""
 
     def setup(self, config):
-        model = make_model(config.get("batch_norm", False))
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=config.get("lr", 0.1), momentum=config.get("momentum", 0.0)
-        )
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=torch.nn.CrossEntropyLoss()
-        )
+        chosen = {name: config[name] for name in ("lr", "momentum") if name in config}
+        model, criterion = make_model(config.get("batch_norm", False)), torch.nn.CrossEntropyLoss()
+        register_with_sgd(self, model, criterion=criterion, **chosen)
         data = make_data(config.get("num_samples", NUM_SAMPLES))
         settings = {
             "batch_size": config.get("batch_size", 32),

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
+from tests.operators import register_with_sgd
 
 NUM_SAMPLES, GLOBAL_BATCH = 960, 24
 
@@ -20,12 +21,8 @@ class Paced(TrainingOperator):
     def setup(self, config):
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1).double()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-            criterion=torch.nn.MSELoss(),
-            **config["register"],
-        )
+        given = {"criterion": torch.nn.MSELoss(), **config["register"]}
+        register_with_sgd(self, model, lr=0.05, momentum=0.9, **given)
         inputs = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(1)).double()
         data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
         self.register_data(

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
 from tests.conftest import assert_names
+from tests.operators import register_with_sgd
 
 NUM_SAMPLES = 10
 FEATURES = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(0)).double()
@@ -58,12 +59,7 @@ def make_model():
 
 class Counts(TrainingOperator):
     def setup(self, config):
-        model = make_model()
-        self.model, self.optimizer = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            gradient_accumulation_steps=2,
-        )
+        register_with_sgd(self, make_model(), gradient_accumulation_steps=2)
         self.criterion = config["criterion"]
         loader = DataLoader(range(NUM_SAMPLES), batch_size=4, collate_fn=config["collate"])
         if config.get("is_stream"):
@@ -128,12 +124,8 @@ class Tokens(TrainingOperator):
     """Computes its own loss. With `config["counts"]`, counts tokens."""
 
     def setup(self, config):
-        model = torch.nn.Linear(2, 3)
-        self.model, self.optimizer = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            gradient_accumulation_steps=config["steps"],
-        )
+        steps = config["steps"]
+        register_with_sgd(self, torch.nn.Linear(2, 3), gradient_accumulation_steps=steps)
 
     def train_batch(self, batch, batch_info):
         labels = batch["labels"].flatten()
@@ -170,12 +162,7 @@ def test_batch_info_has_the_number_of_samples(make_trainer):
 class Classes(TrainingOperator):
     def setup(self, config):
         torch.manual_seed(0)
-        model = config["model"].double()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=config["criterion"],
-        )
+        register_with_sgd(self, config["model"].double(), criterion=config["criterion"])
         self.register_data(validation_loader=DataLoader(config["data"], batch_size=4))
 
 

@@ -22,6 +22,7 @@ from raysgd import TrainingOperator
 from raysgd.data import Dataset
 from raysgd.metrics import merge_workers
 from tests.conftest import assert_names
+from tests.operators import register_with_sgd
 from tests.unit.torch import cases
 
 NUM_SAMPLES = 23
@@ -118,13 +119,8 @@ def make_model(criterion):
 class Trained(TrainingOperator):
     def setup(self, config):
         self.case = case = config["case"]
-        model = make_model(case.criterion)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
-            criterion=case.criterion,
-            gradient_accumulation_steps=case.accumulation,
-        )
+        given = {"criterion": case.criterion, "gradient_accumulation_steps": case.accumulation}
+        register_with_sgd(self, make_model(case.criterion), lr=0.05, momentum=0.5, **given)
         data = DATA_SETS[case.data_set](TensorDataset(*case.data()))
         loaders = {
             "samples": lambda: DataLoader(data, batch_size=BATCH),

@@ -19,7 +19,7 @@ from raysgd.errors import CheckpointError
 from raysgd.torch.features.micro_batching import num_rows, ran_out_of_memory, rows_of
 from tests import operators
 from tests.fidelity import Exact, flat, make_data
-from tests.operators import Classifier, on_gpu
+from tests.operators import Classifier, on_gpu, register_with_sgd
 
 CONFIG = {"num_samples": 61, "num_epochs": 2, "batch_size": 8}
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
@@ -437,11 +437,8 @@ class Wide(TrainingOperator):
         model = torch.nn.Sequential(
             torch.nn.Linear(4, 2**17), torch.nn.Tanh(), torch.nn.Tanh(), torch.nn.Linear(2**17, 1)
         ).double()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=torch.compile(model) if config["compiled"] else model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=1e-5),
-            criterion=torch.nn.MSELoss(),
-        )
+        model = torch.compile(model) if config["compiled"] else model
+        register_with_sgd(self, model, lr=1e-5, criterion=torch.nn.MSELoss())
         self.register_data(train_loader=wide_loader(), validation_loader=wide_loader())
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
 from raysgd import BadSteps, TorchTrainer, TrainingOperator
+from tests.operators import register_with_sgd
 
 MOST = 110
 """Calls of a step beyond those of a loop by hand. The difference was -13 on one machine and 15 on
@@ -30,11 +31,7 @@ class Perceptron(TrainingOperator):
             nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
             torch.randn(2560, 8),
         )
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-            criterion=nn.MSELoss(),
-        )
+        register_with_sgd(self, model, lr=0.01, momentum=0.9, criterion=nn.MSELoss())
         data = TensorDataset(data, data.sum(1, keepdim=True))
         self.register_data(train_loader=DataLoader(data, batch_size=32, shuffle=True))
 

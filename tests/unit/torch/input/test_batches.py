@@ -10,6 +10,7 @@ import torch
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
 from raysgd.torch.input.batches import scores_in
+from tests.operators import register_with_sgd
 
 FEATURES, TARGET = (
     torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
@@ -76,12 +77,8 @@ class Sample:
 
 class Trained(TrainingOperator):
     def setup(self, config):
-        model = config["model"]()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=config.get("criterion", torch.nn.CrossEntropyLoss()),
-        )
+        criterion = config.get("criterion", torch.nn.CrossEntropyLoss())
+        register_with_sgd(self, config["model"](), criterion=criterion)
 
 
 ONES = torch.ones(6, 1)
