@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -75,6 +76,21 @@ def has_ended(pid):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def run_python(*arguments, cwd=None, **variables):
+    """Run Python in a process of its own, with more environment variables. It must succeed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def assert_names(error, words):

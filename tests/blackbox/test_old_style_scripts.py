@@ -8,8 +8,6 @@ import functools
 import json
 import os
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,7 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd.data import Dataset as ItemDataset
 from raysgd.torch import constants
 from raysgd.utils import NUM_SAMPLES, AverageMeterCollection, override
+from tests.conftest import run_python
 
 NUM_TRAIN = 160
 NUM_VALIDATION = 101
@@ -198,16 +197,8 @@ def test_a_script_in_one_file_runs_as_a_program(module_cluster, tmp_path):
     root = Path(__file__).parents[2]
     note = tmp_path / "note"
     address = module_cluster.get_runtime_context().gcs_address
-    script = str(Path(__file__).with_name("old_style_script.py"))
-    done = subprocess.run(
-        [sys.executable, script, address, str(note)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    assert done.returncode == 0, done.stderr
+    script = Path(__file__).with_name("old_style_script.py")
+    done = run_python(script, address, note, PYTHONPATH=str(root))
     result = json.loads(done.stdout.splitlines()[-1])
     stats = result["stats"]
     assert [s["num_samples"] for s in stats] == [48] * 3

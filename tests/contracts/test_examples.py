@@ -2,13 +2,12 @@
 
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import IN_SOAK, import_horovod, needs_runtime_env
+from tests.conftest import IN_SOAK, import_horovod, needs_runtime_env, run_python
 
 FOLDER = Path(__file__).parents[2] / "examples"
 TWO_WORKERS = ("elastic", "functions") if IN_SOAK else ("elastic",)
@@ -75,15 +74,7 @@ def test_an_example_runs_on_workers(name, run_example, ray_cluster):
 @pytest.mark.slow("a process of its own imports torch")
 @pytest.mark.parametrize("name", IN_A_PROCESS)
 def test_an_example_runs_in_a_process_of_its_own(name):
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py"), "--smoke-test"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "done in" in done.stdout
+    assert "done in" in run_python(FOLDER / f"{name}.py", "--smoke-test").stdout
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Importing raysgd loads only what is needed."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.conftest import run_python
 
 BEGIN = """
 import importlib, importlib.util, pkgutil, sys
@@ -124,11 +123,4 @@ assert loaded() == {"torch", "ray"}, loaded()
 def test_imports_load_only_what_is_used_and_missing_packages_are_named(tmp_path):
     """A single worker in this process trains without Ray, TensorFlow, and Horovod."""
     code = BEGIN + LIGHT + TRAIN + ERRORS
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(tmp_path / "state.pt")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-W", "error", "-c", code, tmp_path / "state.pt")

@@ -4,7 +4,6 @@ import email
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -14,6 +13,7 @@ import pytest
 
 import raysgd
 from raysgd._internal.versions import TESTED
+from tests.conftest import run_python
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -22,11 +22,7 @@ FOLDERS = (".ci", "docs", "examples", "findings", "operators", "raysgd", "tests"
 
 def build(source, folder, *options):
     """Build distributions of a source folder into a folder."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), *options]
-    done = subprocess.run(
-        [*command, str(source)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-m", "build", "--no-isolation", "--outdir", folder, *options, source)
 
 
 @pytest.fixture(scope="module")

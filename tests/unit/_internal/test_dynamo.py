@@ -1,12 +1,11 @@
 """``torch._dynamo`` loads on first use, completely, and once."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import run_python
 
 CODE = """
 import importlib, importlib.util, inspect, json, os, pickle, sys, threading
@@ -124,16 +123,8 @@ WAYS = [
 @pytest.fixture(scope="module")
 def found():
     """Results of a process that has postponed ``torch._dynamo``, by entry of `WAYS`."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE, *WAYS],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command, root = ("-W", "ignore", "-c", CODE, *WAYS), Path(__file__).parents[3]
+    done = run_python(*command, cwd=root, OMP_NUM_THREADS="1")
     return json.loads(done.stdout.splitlines()[-1])
 
 

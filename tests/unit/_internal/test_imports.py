@@ -1,12 +1,11 @@
 """Imports without garbage collection, and errors of missing packages."""
 
 import gc
-import subprocess
-import sys
 
 import pytest
 
 from raysgd._internal.imports import frozen_imports, import_extra
+from tests.conftest import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -77,5 +76,4 @@ def test_tensorflow_and_triton_do_not_end_the_process(first):
         "import tensorflow, torch, torch._dynamo\n"
         "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1)\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run_python("-c", script)

@@ -1,7 +1,6 @@
 """Where a checkpoint came from: command lines without secrets, and the commit of the script."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import raysgd
 from raysgd._internal.provenance import redact_command, without_homes
 from raysgd.checkpoint import Manifest
+from tests.conftest import run_python
 
 PRINT = "import json; from raysgd._internal.provenance import process_provenance\n"
 PRINT += "print(json.dumps(dict(process_provenance())))\n"
@@ -86,15 +86,7 @@ def repository(tmp_path):
 
 
 def facts_of(*command, cwd=None, **environ):
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    return json.loads(run_python(*command, cwd=cwd, **environ).stdout)
 
 
 def test_a_script_has_the_commit_of_its_repository(repository, tmp_path):

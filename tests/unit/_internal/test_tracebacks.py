@@ -2,14 +2,13 @@
 
 import linecache
 import re
-import subprocess
-import sys
 import traceback
 
 import pytest
 
 from raysgd import TorchTrainer
 from raysgd._internal.tracebacks import last_frame
+from tests.conftest import run_python
 from tests.operators import Classifier
 
 SCRIPT = """
@@ -91,8 +90,7 @@ LAST = {
 def test_an_error_that_leaves_a_script_prints_few_lines(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    command = [sys.executable, str(path), *LAST]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = run_python(path, *LAST, cwd=tmp_path)
     for printed, (kind, last) in zip(done.stderr.split("----\n"), LAST.items(), strict=False):
         lines = printed[printed.index("Traceback") :].splitlines()
         assert len(lines) <= 15, printed

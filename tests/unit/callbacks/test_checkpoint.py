@@ -1,8 +1,5 @@
 """``CheckpointCallback``: which checkpoints it keeps, and how a run resumes."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,6 +12,7 @@ from raysgd.callbacks import (
 )
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CallbackError, CheckpointError, CollectiveError
+from tests.conftest import run_python
 from tests.operators import Classifier
 from tests.unit.callbacks.spy import Scripted
 from tests.unit.recorder import Recorder, failure
@@ -412,6 +410,5 @@ trainer.train()
 
 
 def test_a_script_that_ends_does_not_lose_its_write(tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    subprocess.run(command, check=True)
+    run_python("-c", SCRIPT, tmp_path)
     assert read_manifest(tmp_path / names(tmp_path)[0]).epoch == 1

@@ -1,8 +1,6 @@
 """States with NumPy arrays: they load unchanged, run no code, and do not need PyTorch."""
 
 import pickle
-import subprocess
-import sys
 import zipfile
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 
 from raysgd.checkpoint import read_file, read_manifest, save_model, write_file
 from raysgd.errors import CheckpointError
+from tests.conftest import run_python
 from tests.unit.checkpoint.states import Code
 
 STATE = {
@@ -82,4 +81,4 @@ from raysgd.checkpoint import read_file, write_file
 state = {{"epoch": 1, "models": [{{"w": np.ones(3)}}], "optimizers": []}}
 assert read_file(write_file(state, {str(tmp_path / "s")!r}))["models"][0]["w"].sum() == 3
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_python("-c", code)

@@ -1,14 +1,11 @@
 """Connecting to Ray clusters that do not answer."""
 
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from raysgd.cluster import ray_session
-from tests.conftest import RAY, assert_names
+from tests.conftest import RAY, assert_names, run_python
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +80,7 @@ def test_a_missing_token_is_an_error(tmp_path, missing):
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         own = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_ADDRESS": address}
-        run = subprocess.run(
-            [sys.executable, "-c", TOKEN_IS_MISSING],
-            env={**os.environ, **own, **missing},
-            capture_output=True,
-            text=True,
-        )
+        run = run_python("-c", TOKEN_IS_MISSING, **own, **missing)
     assert "RAY_AUTH_TOKEN" in run.stdout, run.stderr
     assert "get-auth-token" in run.stdout
 
