@@ -35,26 +35,32 @@ def test_an_address_that_drops_connections_is_an_error(monkeypatch, scheme):
     assert_names(caught.value, [f"RAY_ADDRESS={scheme}127.0.0.1:{port}", "timed out", "=local"])
 
 
-def test_an_address_of_a_silent_server_is_an_error(monkeypatch):
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+@pytest.fixture(params=["given", "found"])
+def refused(request, monkeypatch, tmp_path):
+    """A function that checks the error for a port, of a given address or a cluster found here."""
+
+    def check(port, *words):
+        if request.param == "given":
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+            words += (f"RAY_ADDRESS=127.0.0.1:{port}",)
+        else:
+            (tmp_path / "ray").mkdir()
+            (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
+            words += ("the newest cluster of this machine", f":{port}: ")
         with pytest.raises(ConnectionError) as caught:
             ray_session.connect()
-    assert_names(caught.value, [f"RAY_ADDRESS=127.0.0.1:{port}", "not answer", "=local"])
+        assert_names(caught.value, [*words, "=local"])
+
+    return check
 
 
-def test_a_silent_cluster_of_this_machine_is_an_error(tmp_path):
+def test_a_silent_server_is_an_error(refused):
     with socket.create_server(("", 0)) as server:
-        (tmp_path / "ray").mkdir()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        with pytest.raises(ConnectionError) as caught:
-            ray_session.connect()
-    assert_names(
-        caught.value,
-        ["the newest cluster of this machine", address.removeprefix("127.0.0.1"), "not answer"],
-    )
+        refused(server.getsockname()[1], "not answer")
+
+
+def test_an_address_without_a_server_is_an_error(refused):
+    refused(1, "refused")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", "127.0.0.1:6379 ", "host:abc"])
@@ -83,21 +89,6 @@ def test_a_missing_token_is_an_error(tmp_path, missing):
         run = run_python("-c", TOKEN_IS_MISSING, **own, **missing)
     assert "RAY_AUTH_TOKEN" in run.stdout, run.stderr
     assert "get-auth-token" in run.stdout
-
-
-def test_an_address_without_a_server_is_an_error(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ConnectionError) as caught:
-        ray_session.connect()
-    assert_names(caught.value, ["RAY_ADDRESS=127.0.0.1:1", "refused", "=local"])
-
-
-def test_a_crashed_cluster_of_this_machine_is_an_error(tmp_path):
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
-    with pytest.raises(ConnectionError) as caught:
-        ray_session.connect()
-    assert_names(caught.value, ["the newest cluster of this machine", ":1: ", "=local"])
 
 
 @pytest.mark.parametrize("address", [None, "", "local"])
