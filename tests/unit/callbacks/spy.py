@@ -4,15 +4,16 @@ from raysgd.callbacks import Callback
 
 
 class Scripted(Callback):
-    """A callback that adds the metric ``score`` to validations, one value per epoch."""
+    """A callback that adds a metric in a hook, by default to validations, one value per epoch."""
 
     stage = -1
 
-    def __init__(self, values):
-        self._values = values
+    def __init__(self, values, name="score", hook="on_validation_end"):
+        self._values, self._name = values, name
+        setattr(self, hook, self.add)
 
-    def on_validation_end(self, trainer, metrics):
-        metrics["score"] = self._values[trainer.epoch - 1]
+    def add(self, trainer, metrics):
+        metrics[self._name] = self._values[trainer.epoch - 1]
 
 
 class Spy(Callback):

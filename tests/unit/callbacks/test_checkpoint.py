@@ -111,27 +111,16 @@ def test_trainer_that_has_trained_does_not_resume(make_trainer, tmp_path):
     assert trainer.global_step == 5
 
 
-class Overfitting(Callback):
-    """A callback that adds a score to training and validation, much better in training."""
-
-    stage = -1
-
-    def on_epoch_end(self, trainer, metrics):
-        metrics["score"] = 100 - trainer.epoch % 3
-
-    def on_validation_end(self, trainer, metrics):
-        metrics["score"] = [2, 9, 3, 5, 1, 4][trainer.epoch - 1]
-
-
 @pytest.mark.parametrize("ends", [[6], [1, 2, 3, 4, 5, 6]], ids=["in one go", "restarted"])
 @pytest.mark.parametrize(("keep", "kept"), [(1, [10, 30]), (2, [10, 20, 30])])
 def test_validation_rates_checkpoints_if_training_has_the_same_metric(
     make_trainer, tmp_path, keep, kept, ends
 ):
+    in_training = Scripted([99, 98, 100, 99, 98, 100], hook="on_epoch_end")  # overfitted
     for end in ends:
         saving = CheckpointCallback(tmp_path, keep=keep, monitor="score", mode="max")
-        trainer = make_trainer(callbacks=[saving, Overfitting()])
-        trainer.fit(end)
+        scores = [in_training, Scripted([2, 9, 3, 5, 1, 4])]
+        make_trainer(callbacks=[saving, *scores]).fit(end)
     assert steps(tmp_path) == kept
     rated = [read_manifest(tmp_path / name) for name in names(tmp_path)]
     expected = {10: 9, 20: 5, 30: 4}
@@ -140,14 +129,9 @@ def test_validation_rates_checkpoints_if_training_has_the_same_metric(
 
 @pytest.mark.parametrize("every", [1, 2, None])
 def test_a_metric_of_training_rates_checkpoints(make_trainer, tmp_path, every):
-    class Scoring(Callback):
-        stage = -1
-
-        def on_epoch_end(self, trainer, metrics):
-            metrics["score"] = [2, 3, 1][trainer.epoch - 1]
-
     saving = CheckpointCallback(tmp_path, keep=2, monitor="score")
-    make_trainer(callbacks=[saving, Scoring()]).fit(3, validate_every=every)
+    scores = Scripted([2, 3, 1], hook="on_epoch_end")
+    make_trainer(callbacks=[saving, scores]).fit(3, validate_every=every)
     assert steps(tmp_path) == [5, 15]
     assert read_manifest(saving.best).metrics["score"] == 1
 

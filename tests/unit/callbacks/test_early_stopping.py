@@ -52,15 +52,9 @@ def test_it_stops_when_the_metric_has_not_improved(make_trainer, arguments, valu
     ],
 )
 def test_mode_follows_from_the_name(make_trainer, tmp_path, name, values, best, warns, caplog):
-    class Named(Callback):
-        stage = -1
-
-        def on_validation_end(self, trainer, metrics):
-            metrics[name] = values[trainer.epoch - 1]
-
     stopping = EarlyStopping(name)
     saving = CheckpointCallback(tmp_path, keep=1, monitor=name)
-    make_trainer(callbacks=[Named(), stopping, saving]).fit(3, verbose=False)
+    make_trainer(callbacks=[Scripted(values, name), stopping, saving]).fit(3, verbose=False)
     assert stopping.best == best
     assert f"epoch-0000{values.index(best) + 1}" in saving.best
     said = [record.message for record in caplog.records if "smaller values" in record.message]
@@ -86,13 +80,7 @@ def test_several_validations_of_an_epoch_count_once(make_trainer, tmp_path):
 
 
 def test_it_watches_metrics_of_training_and_begins_anew_in_each_trainer(make_trainer):
-    stopping = EarlyStopping("num_workers_seen", patience=1)
-
-    class Adding(Callback):
-        stage = -1
-
-        def on_epoch_end(self, trainer, metrics):
-            metrics["num_workers_seen"] = trainer.num_workers
-
+    stopping = EarlyStopping("score", patience=1)
     for _ in range(2):
-        assert len(make_trainer(callbacks=[Adding(), stopping]).fit(9)) == 2
+        scores = Scripted([1, 1], hook="on_epoch_end")
+        assert len(make_trainer(callbacks=[scores, stopping]).fit(9)) == 2

@@ -7,13 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd.callbacks import (
-    Callback,
-    CheckpointCallback,
-    MLflowLogger,
-    TensorBoardLogger,
-    WandbLogger,
-)
+from raysgd.callbacks import CheckpointCallback, MLflowLogger, TensorBoardLogger, WandbLogger
+from tests.unit.callbacks.spy import Scripted
 from tests.unit.recorder import Recorder, failure
 
 CONFIG = {"lr": 0.5, "name": "tiny", "odd": object()}
@@ -147,14 +142,8 @@ def test_mlflow_has_metrics_parameters_and_the_final_status(make_trainer, tmp_pa
 
 
 def test_mlflow_gets_metrics_and_parameters_with_odd_characters(make_trainer, tmp_path):
-    class Adding(Callback):
-        stage = -1
-
-        def on_epoch_end(self, trainer, metrics):
-            metrics["f1: cat"] = 0.5
-
-    logger = MLflowLogger(tmp_path / "mlruns")
-    make_trainer(Recorder, {"*a;b": 2}, callbacks=[Adding(), logger]).fit(1)
+    logger, adding = MLflowLogger(tmp_path / "mlruns"), Scripted([0.5], "f1: cat", "on_epoch_end")
+    make_trainer(Recorder, {"*a;b": 2}, callbacks=[adding, logger]).fit(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         found = mlflow_client(tmp_path / "mlruns").get_run(logger.run_id).data

@@ -26,7 +26,7 @@ from raysgd.callbacks import (
 from raysgd.errors import CallbackError
 from raysgd.metrics import AverageMeter, Sums
 from tests.operators import parameters
-from tests.unit.callbacks.spy import Spy
+from tests.unit.callbacks.spy import Scripted, Spy
 from tests.unit.recorder import Recorder, failure, idle
 
 
@@ -144,15 +144,9 @@ def test_a_metric_of_validation_is_an_error_if_fit_does_not_validate(
     assert trainer.global_step == 0
 
 
-class Scoring(Callback):
-    stage = -1
-
-    def on_validation_end(self, trainer, metrics):
-        metrics["val_score"] = 1.0
-
-
 def test_callbacks_may_add_a_monitored_metric(make_trainer):
-    make_trainer(callbacks=[Scoring()]).fit(1, callbacks=[EarlyStopping("val_score")])
+    scores = Scripted([1.0], "val_score")
+    make_trainer(callbacks=[scores]).fit(1, callbacks=[EarlyStopping("val_score")])
 
 
 @pytest.mark.parametrize("kind", [CheckpointCallback, EarlyStopping])
