@@ -14,6 +14,7 @@ import pytest
 from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
 from tests.conftest import IN_SOAK, import_horovod
+from tests.distributed.test_train_fit import Seen
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = {"lr": 3e-3, "num_epochs": 3}
@@ -59,20 +60,16 @@ def raise_alone(config):
 def test_workers_train_in_step(name, ray_cluster, tmp_path):
     pytest.importorskip("tensorflow") if name == "tensorflow" else import_horovod()
     function = runpy.run_path(str(EXAMPLES / f"functions_{name}.py"))["train_func"]
-    elastic, accuracy = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0), []
-
-    class Watch(train.TrainingCallback):
-        def handle_result(self, results, **info):
-            accuracy.append([result["accuracy"] for result in results])
-
+    elastic, seen = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0), Seen()
     trainer = Trainer(name, num_workers=2, logdir=tmp_path / "runs", elastic=elastic)
     trainer.start()
     try:
         in_step = partial(watched, function, str(tmp_path))
-        (weights, begun_at), other = trainer.run(in_step, CONFIG, callbacks=[Watch()])
+        (weights, begun_at), other = trainer.run(in_step, CONFIG, callbacks=[seen])
         assert other == (weights, begun_at)
         assert begun_at == (1 if IN_SOAK else 0)
-        assert accuracy[-1][0] == accuracy[-1][1] > 0.8
+        first, second = (result["accuracy"] for result in seen.results[-1])
+        assert first == second > 0.8
         kinds = [event.kind for event in trainer.events]
         assert kinds == ["started", "lost", "restarted"][: 3 if IN_SOAK else 1]
         if name == "horovod":

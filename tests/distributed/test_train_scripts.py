@@ -6,8 +6,8 @@ import importlib.util
 import pytest
 
 from raysgd.train import Trainer
-from raysgd.train.callbacks import TrainingCallback
 from tests.distributed.framework_scripts import FAULT_EPOCH, NUM_EPOCHS, SCRIPTS, fail
+from tests.distributed.test_train_fit import Seen
 
 MISSING = {
     name
@@ -16,14 +16,6 @@ MISSING = {
 }
 if "accelerate" in MISSING:
     MISSING.add("transformers")  # its Trainer needs Accelerate
-
-
-class Reports(TrainingCallback):
-    def __init__(self):
-        self.results = []
-
-    def handle_result(self, results, **info):
-        self.results.append(results)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +36,13 @@ def name(request):
 
 @pytest.mark.slow("two workers import Lightning and Transformers")
 def test_a_resumed_script_ends_with_the_same_weights(name, trainer, tmp_path):
-    script, reports = functools.partial(SCRIPTS[name], str(tmp_path)), Reports()
+    script, seen = functools.partial(SCRIPTS[name], str(tmp_path)), Seen()
     (expected, *whole), other = trainer.run(script)
     assert whole == [0, 2]
     assert other == (expected, *whole)
     with pytest.raises(KeyError, match="in the middle"):
         trainer.run(functools.partial(script, fail))
-    resumed = trainer.run(script, checkpoint=trainer.latest_checkpoint, callbacks=[reports])
+    resumed = trainer.run(script, checkpoint=trainer.latest_checkpoint, callbacks=[seen])
     assert resumed == [(expected, FAULT_EPOCH, 2)] * 2
-    assert len(reports.results) == NUM_EPOCHS - FAULT_EPOCH
-    assert all("loss" in metrics and "epoch" in metrics for metrics in reports.results[-1])
+    assert len(seen.results) == NUM_EPOCHS - FAULT_EPOCH
+    assert all("loss" in metrics and "epoch" in metrics for metrics in seen.results[-1])

@@ -9,17 +9,12 @@ from sklearn import metrics as sklearn_metrics
 from raysgd.operators import SemanticSegmenter
 from raysgd.operators.classifiers import confusion_matrix, macro_f1, mean_iou
 from raysgd.testing import run_operator
+from tests.unit.operators.test_image_classifier import Fixed
 
 
-class Given(torch.nn.Module):
-    """Returns its input as scores."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
-
+class Given(Fixed):
     def forward(self, scores):
-        return {"out": self.weight * scores}
+        return {"out": super().forward(scores)}
 
 
 def segmenter(**config):

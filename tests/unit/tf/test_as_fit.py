@@ -91,6 +91,11 @@ CASES = [pytest.param(1, make, id=name) for name, make in ONE.items()]
 CASES += [pytest.param(2, make, id=f"two outputs, {name}") for name, make in TWO.items()]
 
 
+def compiled(model, *arguments, **named):
+    model.compile(*arguments, **named)
+    return model
+
+
 class Compiled(TrainingOperator):
     """Registers the compiled model that ``config["make"]`` returns."""
 
@@ -141,9 +146,8 @@ def compared(build, make, data, class_weight=None, operator_cls=Compiled):
 @pytest.mark.parametrize(("num_outputs", "arguments"), CASES)
 def test_an_epoch_matches_fit_and_evaluate(build, num_outputs, arguments):
     def make():
-        model = network(num_outputs)
-        model.compile(**{"optimizer": keras.optimizers.SGD(0.1), **arguments})
-        return model
+        optimizer = keras.optimizers.SGD(0.1)
+        return compiled(network(num_outputs), **{"optimizer": optimizer, **arguments})
 
     compared(build, make, (FEATURES, targets(num_outputs, arguments), WEIGHTS))
 
@@ -151,15 +155,12 @@ def test_an_epoch_matches_fit_and_evaluate(build, num_outputs, arguments):
 def test_gradients_of_a_row_of_an_embedding_are_added_up(build):
     def make():
         rows = keras.layers.Embedding(3, 1, embeddings_initializer="ones")
-        model = keras.Sequential([keras.Input((1,)), rows])
-        model.compile("adam", "mse")
-        return model
+        return compiled(keras.Sequential([keras.Input((1,)), rows]), "adam", "mse")
 
     operator = build(Compiled, {"make": make})
     operator.train_epoch(iter(in_batches((CLASSES[:, None], BITS[:, None]))), num_steps=3)
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-    fitted = keras.Sequential([keras.Input((3,)), dense])
-    fitted.compile("adam", "mse")
+    fitted = compiled(keras.Sequential([keras.Input((3,)), dense]), "adam", "mse")
     fitted.fit(in_batches((np.eye(3)[CLASSES], BITS)), verbose=0, shuffle=False)
     np.testing.assert_allclose(operator.model.get_weights(), fitted.get_weights(), atol=1e-6)
 
@@ -181,9 +182,7 @@ def test_losses_and_metrics_of_several_outputs_need_no_compile(build, kind):
         return network(2)
 
     def make_compiled():
-        model = make()
-        model.compile("sgd", loss, metrics=metrics)
-        return model
+        return compiled(make(), "sgd", loss, metrics=metrics)
 
     config = {"make": make, "loss": loss, "metrics": metrics}
     batches = list(in_batches((FEATURES, (BITS, CLASSES))))
@@ -205,9 +204,8 @@ def test_losses_of_layers_count_in_addition_to_a_registered_loss(build):
 
 def test_class_weights_are_those_of_fit(build):
     def make():
-        model = network(1)
-        model.compile(keras.optimizers.SGD(0.1), "mse", weighted_metrics=["mae"])
-        return model
+        optimizer = keras.optimizers.SGD(0.1)
+        return compiled(network(1), optimizer, "mse", weighted_metrics=["mae"])
 
     compared(build, make, (FEATURES, BITS), class_weight={0: 0.2, 1: 3.0})
 
@@ -220,8 +218,7 @@ def test_a_loss_of_the_model_itself_is_called(build):
     def make():
         inner = network(1)
         model = Own(inner.inputs, inner.outputs[0])
-        model.compile(keras.optimizers.SGD(0.1), metrics=["mae"])
-        return model
+        return compiled(model, keras.optimizers.SGD(0.1), metrics=["mae"])
 
     compared(build, make, (FEATURES, BITS, WEIGHTS))
 
@@ -233,8 +230,7 @@ def test_metrics_of_layers_and_of_the_model_are_in_the_results(build):
         inner = keras.Sequential([keras.Input((4,)), counting], name="inner")
         head = keras.layers.Dense(1, kernel_initializer=init, name="head")
         model = keras.Model(inputs, head(inner(inputs)))
-        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-        return model
+        return compiled(model, keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
 
     class Predicts(Compiled):
         def train_batch(self, batch, batch_info):
@@ -254,8 +250,7 @@ def test_eager_models_run_without_graphs(build):
 
     def make():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), Eager()])
-        model.compile("sgd", "mse", run_eagerly=True)
-        return model
+        return compiled(model, "sgd", "mse", run_eagerly=True)
 
     try:
         operator = build(Compiled, {"make": make})
@@ -279,8 +274,7 @@ def test_masked_steps_are_left_out(build):
             keras.layers.Dense(1, kernel_initializer="ones"),
         ]
         model = keras.Sequential([keras.Input((6,)), *layers])
-        model.compile(keras.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
-        return model
+        return compiled(model, keras.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
 
     target = RNG.normal(size=(24, 6, 1)).astype("float32")
     operator = build(Compiled, {"make": make})
@@ -302,8 +296,7 @@ def test_several_workers_warn_of_losses_that_are_no_means(build, workers, kind, 
         ]
         model = keras.Sequential([keras.Input((6,)), *layers])
         loss = keras.losses.MeanSquaredError(reduction=reduction)
-        model.compile(keras.optimizers.SGD(0.1), [loss])
-        return model
+        return compiled(model, keras.optimizers.SGD(0.1), [loss])
 
     operator = build(Compiled, {"make": make}, workers=workers)
     for _ in range(2):
@@ -385,8 +378,7 @@ def test_a_step_of_the_model_is_refused_unless_the_operator_has_its_own(build, s
     def make():
         inner = network(1)
         model = kind(inner.inputs, inner.outputs[0])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
+        return compiled(model, keras.optimizers.SGD(0.1), "mse")
 
     class OwnSteps(Compiled):
         def train_batch(self, batch, batch_info):
