@@ -196,13 +196,6 @@ def test_events_between_two_runs_arrive_at_the_next_start(make_trainer, tmp_path
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == len(told)
 
 
-def test_callbacks_of_fit_get_no_earlier_events(make_trainer):
-    trainer, spy = make_trainer(), Spy()
-    trainer.fit(1, callbacks=[spy])
-    assert [event.kind for event in trainer.events] == ["started"]
-    assert "on_event" not in spy.hooks
-
-
 @pytest.mark.parametrize("hook", ["on_event", "on_log"])
 def test_hooks_during_a_call_cannot_call_workers(make_trainer, tmp_path, hook):
     def save(self, trainer, *arguments):
