@@ -401,10 +401,6 @@ def test_arguments_and_attributes_of_the_trainer(caplog):
     os.rmdir(trainer.temp_dir)
     assert trainer.train(num_steps=3.0)["batch_count"] == 3
     assert trainer.train(num_steps=np.int32(2))["batch_count"] == 2
-    with pytest.raises(TypeError, match=r"num_steps=2\.5\): must be an int"):
-        trainer.train(num_steps=2.5)
-    with pytest.raises(ValueError, match=r"above 0. To reserve almost no CPU, pass 0\.001"):
-        TorchTrainer(training_operator_cls=HabitOperator, num_cpus_per_worker=0)
 
 
 def test_methods_that_shard_a_dataset_explain_that_it_shards_itself():

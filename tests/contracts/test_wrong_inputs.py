@@ -302,7 +302,7 @@ def trainer(shared_trainer):
 
 WRONG_CALLS = [
     ("train", {"num_steps": 0}, ValueError, "num_steps=0", "1"),
-    ("train", {"num_steps": 0.5}, TypeError, "num_steps", "int", "0.5"),
+    ("train", {"num_steps": 0.5}, TypeError, "num_steps=0.5): must be an int"),
     ("validate", {"num_steps": "1"}, TypeError, "num_steps", "'1'"),
     ("train", {"max_retries": -1}, ValueError, "max_retries=-1", "0"),
     ("fit", {"num_epochs": None}, TypeError, "num_epochs=None", "an int, unless max_steps"),

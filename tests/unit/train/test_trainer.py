@@ -71,24 +71,6 @@ def test_trainers_of_frameworks_have_their_backend(monkeypatch):
         assert trainer.train_loop_config == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"scaling_config": ScalingConfig(num_workers=0)}, "num_workers"),
-        ({"scaling_config": {"resources_per_worker": {"GPU": 1}}}, "use_gpu"),
-        ({"run_config": RunConfig(name="..")}, "must be the name of a folder"),
-        ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL.*CheckpointStore"),
-        (
-            {"run_config": RunConfig(failure_config=FailureConfig(-2))},
-            r"FailureConfig\(max_failures=-2\)",
-        ),
-    ],
-)
-def test_wrong_values_for_fit_are_refused_before_anything_starts(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        DataParallelTrainer(lambda: 1, **arguments)
-
-
 @pytest.mark.parametrize("choices", [{"val": "no"}, {"val": {"split": False}}, {"vall": True}])
 def test_choices_of_data_sets_to_split_are_checked(choices):
     match = rf"dataset_config={re.escape(str(choices))}\): must be True or False .*\(train, val\)"
@@ -124,9 +106,19 @@ WRONG_KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "match"), WRONG_KINDS)
-def test_wrong_types_for_fit_are_refused_before_anything_starts(arguments, match):
-    with pytest.raises(TypeError, match=match):
+WRONG_VALUES = [
+    ({"scaling_config": ScalingConfig(num_workers=0)}, "num_workers"),
+    ({"scaling_config": {"resources_per_worker": {"GPU": 1}}}, "use_gpu"),
+    ({"run_config": RunConfig(name="..")}, "must be the name of a folder"),
+    ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL.*CheckpointStore"),
+    ({"run_config": RunConfig(failure_config=FailureConfig(-2))}, r"\(max_failures=-2\)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "match"), [*WRONG_KINDS, *WRONG_VALUES])
+def test_wrong_arguments_for_fit_are_refused_before_anything_starts(arguments, match):
+    kind = TypeError if (arguments, match) in WRONG_KINDS else ValueError
+    with pytest.raises(kind, match=match):
         DataParallelTrainer(lambda: 1, **arguments)
 
 
