@@ -149,8 +149,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
     model.requires_grad_(True)
-    for feature in train_state.features:
-        feature.check_trained()
+    train_state.registered.exchange.check_trained()
 
 
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
@@ -169,23 +168,17 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
     teacher.register_buffer("seen", torch.zeros(3))
     norm = torch.nn.BatchNorm1d(2).requires_grad_(False)
     sent = []
-
-    def broadcast(tensors, src):
-        sent.extend(tensors)
-
     train_state = registered(distributed(), [student, teacher, norm], student)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "broadcast_tensors", broadcast)
-        for feature in train_state.features:
-            feature.sync_buffers()
+        patch.setattr(collectives, "broadcast_tensors", lambda tensors, src: sent.extend(tensors))
+        train_state.registered.exchange.sync_buffers()
     assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
     with pytest.MonkeyPatch.context() as patch:
         teachers = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
         held = [*student.parameters(), *teachers]
         patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
         patch.setattr(train_state.collectives, "all_ranks_equal", lambda digest: False)
-        for feature in train_state.features:
-            feature.start_together()
+        train_state.registered.exchange.start_together()
     # the student too, because setup may have changed it after DistributedDataParallel sent it
     parameters = [*student.parameters(), *teacher.parameters()]
     assert all(bool((p == 1).all()) for p in [*parameters, *norm.buffers()])
@@ -202,8 +195,7 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         register(train_state, model)
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
         train_state.registered.exchange.use_wrappers(wrappers)
-        replication = train_state.registered.replication
-        loads = replication.loads_leader_state
+        loads = train_state.registered.replication.loads_leader_state
         assert [loads(False, new) for new in (False, True)] == [follows, True]
         assert not loads(True, False)
         assert train_state.registered.exchange.num_workers == 1 + follows
