@@ -63,12 +63,10 @@ class TorchTrainState(TrainState):
     @contextlib.contextmanager
     def restoring_models(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(preserving(self.registered))
+            stack.enter_context(preserving(registered := self.registered))
             stack.callback(self.roll_back)
-            modules = itertools.chain(
-                self.registered.models, self.modules()
-            )  # models may be wrappers
-            for module in modules if self.registered.has_all_parameters else ():
+            modules = itertools.chain(registered.models, self.modules())  # models may be wrappers
+            for module in modules if registered.has_all_parameters else ():
                 if not isinstance(module, LazyModuleMixin):  # which the first batch completes
                     stack.enter_context(preserving(module))
             yield
