@@ -306,7 +306,7 @@ class Loop:
         with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
             train_state.update.is_warm_up = True
             segment = train_state.step_iterator = StepIterator(
-                train_state, source, self.control, limit=1, steps_left=1, reads_only=1
+                train_state, source, self.control, limit=1, steps_left=1, num_opened=1
             )
             bind_epoch(self.operator, segment, {}, train_state.epoch)()
         source.close_workers()

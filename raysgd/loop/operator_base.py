@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import check_rows
 from raysgd._internal.timers import TimerCollection
-from raysgd.data.source import BatchSource
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_numeric
@@ -91,7 +90,7 @@ class OperatorBase:
         if name in ("train_loader", "validation_loader"):
             return self._train_state.data.source(name.removesuffix("_loader"))
         if name == "steps_per_epoch":
-            source: BatchSource = self._train_state.data.source("train")
+            source = self._train_state.data.source("train")
             if (steps := source.steps_left(0)) is not None:
                 return steps
             raise RuntimeError(

@@ -40,9 +40,9 @@ class DataSources(ABC):
         for name, loader in loaders.items():
             if loader is not None:
                 shown = f"register_data({name}_loader=...)"
-                self._sources[name] = self._wrap(shown, loader, training=name == "train")
+                self._sources[name] = self._check_and_wrap(shown, loader, training=name == "train")
 
-    def _wrap(self, argument: str, loader: Any, training: bool) -> BatchSource:
+    def _check_and_wrap(self, argument: str, loader: Any, training: bool) -> BatchSource:
         # Map-style data sets without __iter__ are iterable through __getitem__.
         if hasattr(loader, "iter_torch_batches"):
             raise TypeError(
@@ -100,7 +100,7 @@ class DataSources(ABC):
 
     def wrap_given(self, loader: Any) -> BatchSource:
         """Return the source of a loader that was passed to a call."""
-        source = self._wrap("The loader", loader, training=False)
+        source = self._check_and_wrap("The loader", loader, training=False)
         if not source.is_partitioned and self._settings.context.world_size > 1:
             raise TypeError(
                 f"raysgd cannot partition this {type(loader).__name__}, so every worker would read "

@@ -45,7 +45,7 @@ class StepIterator:
     steps_left: int | None = None  # of the epoch; None if unknown
     agree_on_batch: Callable[[int], int] | None = None
     after_commit: Sequence[Callable[[], None]] = ()
-    reads_only: int | None = None  # steps of a new iteration; None for all
+    num_opened: int | None = None  # steps to read of a new iteration; None for all
 
     has_paused = False
     was_read = False
@@ -139,7 +139,7 @@ class StepIterator:
         train_state = self._train_state
         may_split = train_state.micro_batching.may_split
         if self.source.change_partition(may_split=may_split) or self.rest is None:
-            self.rest = self.source.batches(train_state.epoch, train_state.offset, self.reads_only)
+            self.rest = self.source.batches(train_state.epoch, train_state.offset, self.num_opened)
         return self.rest
 
     def _check_length(self) -> None:

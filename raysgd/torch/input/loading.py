@@ -157,7 +157,7 @@ class PartitionedLoader(PartitionedSource):
         spans, same_spans = itertools.tee(partition.batches(offset, num_steps))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in spans)
-            return self._complete(rows, order, same_spans, epoch)
+            return self._yield_batches(rows, order, same_spans, epoch)
         data: Any = self.loader.dataset
         if isinstance(data, NumberedSamples) and self._numbered is None:
             data.set_epoch(epoch)  # the keys of a sampler have no epoch
@@ -169,16 +169,16 @@ class PartitionedLoader(PartitionedSource):
         seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
         loader.generator = torch.Generator().manual_seed(seed)
         self._iteration = iter(loader)
-        return self._complete(self._iteration, order, same_spans, epoch)
+        return self._yield_batches(self._iteration, order, same_spans, epoch)
 
     def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
         keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
         return [each[keys] for each in self._tensors or ()]
 
-    def _complete(
+    def _yield_batches(
         self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
     ) -> Iterator[Any]:
-        """Yield the batches of a loader. Raise an error if samples are missing at the end."""
+        """Yield the batches that a loader has for `spans`. Raise an error if it has too few."""
         for number, (start, stop) in enumerate(spans):
             if (batch := next(batches, _MISSING)) is _MISSING:
                 expected = number + 1 + sum(1 for _ in itertools.islice(spans, 10**6))
