@@ -9,7 +9,12 @@ from typing import Any
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import CarriedError, Worker
-from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss, loss_cause
+from raysgd.cluster.worker_handle import (
+    ROOT_CAUSE_S,
+    WorkerHandle,
+    is_worker_loss,
+    loss_cause,
+)
 from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
 
@@ -41,7 +46,7 @@ def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
         try:
             member.locate(info.result())
         except Exception as error:
-            if is_loss(error):
+            if is_worker_loss(error):
                 raise WorkerLostError(f"A worker died during its start: {error}") from error
             raise
 
@@ -102,7 +107,7 @@ def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:
         where = f"Raised on worker {rank} on {member.name}:\n{error}"
         raise cause.with_traceback(None) from RemoteTraceback(where)
     except Exception as error:
-        if not is_loss(error):
+        if not is_worker_loss(error):
             raise
         cause_text = loss_cause(error, member.info)
         raise WorkerLostError(

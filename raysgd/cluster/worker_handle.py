@@ -317,7 +317,7 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
     return f"process {info.pid}: {cause}" if info.pid else cause
 
 
-def is_loss(error: BaseException) -> bool:
+def is_worker_loss(error: BaseException) -> bool:
     import ray.exceptions
 
     return isinstance(
@@ -333,7 +333,7 @@ def is_loss(error: BaseException) -> bool:
 
 def cause_of(member: WorkerHandle | None, error: BaseException) -> str:
     """Return in one line why a worker was lost or did not start."""
-    if member is not None and is_loss(error):
+    if member is not None and is_worker_loss(error):
         return without_secrets(loss_cause(error, member.info))
     cause = getattr(error, "cause", None)  # of an error that Ray brings: its text is a traceback
     text = str(error) if cause is None else f"{type(cause).__name__}: {cause}"

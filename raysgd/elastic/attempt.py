@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_handle import WorkerHandle, is_loss
+from raysgd.cluster.worker_handle import WorkerHandle, is_worker_loss
 from raysgd.errors import CollectiveError
 
 BUSY_TICK_S = 0.05
@@ -75,7 +75,7 @@ class Attempt:
                     self.needs_new_group = True
             elif member.may_be_alive(error):
                 self.lost_answer, self.needs_new_group = error, True
-            elif is_loss(error):
+            elif is_worker_loss(error):
                 self.lost[member] = error
             else:
                 raise error

@@ -84,7 +84,7 @@ class Controller:
         self._scale_up = context.scale_up
         self.forming = GroupForming(context)
         self._supervision = Supervision(context)
-        self._lacks_state = False
+        self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
 
     # ---- lifecycle
@@ -175,7 +175,7 @@ class Controller:
             case Do.REJOIN:
                 return forming.rejoin()
             case Do.RESTART:
-                self._lacks_state, before = context.call.replaces_state, journal.progress
+                self._awaits_load, before = context.call.replaces_state, journal.progress
                 try:
                     return forming.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
@@ -234,14 +234,14 @@ class Controller:
                 if isinstance(end, CallFailed | FormingFailed) and end.error:
                     raise end.error
                 assert isinstance(end, state_machine.CallReturned)
-                self._lacks_state = False
+                self._awaits_load = False
                 return list(end.outcomes)
         finally:
             end = None  # an error refers to this frame, which would be a cycle
             try:
                 self._supervision.begin(Call())
-                if self._lacks_state:  # a load failed: the next call restarts the workers
-                    self._lacks_state, self.journal.progress = False, before
+                if self._awaits_load:  # a load failed: the next call restarts the workers
+                    self._awaits_load, self.journal.progress = False, before
                     self._context.discard_members()
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()

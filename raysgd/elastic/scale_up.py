@@ -12,7 +12,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.cluster.actor_group import ActorGroup, AnySlot
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import Outcome, Worker
-from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
+from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_loss
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
@@ -254,7 +254,7 @@ class ScaleUp:
         handle, slot, phase = replacement.handle, replacement.slot, replacement.phase
         cause = cause_of(handle, error)
         self.journal.record("newcomer_failed", [] if handle is None else [handle], cause=cause)
-        if is_loss(error):
+        if is_worker_loss(error):
             self._lost_slots.append(slot)
             before, count = self._crashes.get(slot, (phase, 0))
             count = count + 1 if phase == before else 1

@@ -194,7 +194,7 @@ class RemoveLost:
 class RunCall:
     """Send the call to the workers, and wait for its end."""
 
-    begins: bool
+    sets_goal: bool
     """Whether to set the goal of the call: in the first attempt, and if callbacks save soon."""
     is_replay: bool
     """Whether to run the call that repeats steps lost with all workers."""
@@ -289,10 +289,10 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
             return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
         return Starting(budget), (Do.RESTART,)
     save = [Do.RESCUE_STATE] if event.must_save else []
-    begins = not event.must_replay and (event.must_save or not budget.has_begun)
-    has_begun = begins or (budget.has_begun and not event.must_save)
+    sets_goal = not event.must_replay and (event.must_save or not budget.has_begun)
+    has_begun = sets_goal or (budget.has_begun and not event.must_save)
     running = Running(replace(budget, has_begun=has_begun))
-    return running, (*save, RunCall(begins=begins, is_replay=event.must_replay))
+    return running, (*save, RunCall(sets_goal=sets_goal, is_replay=event.must_replay))
 
 
 def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:

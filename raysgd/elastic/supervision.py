@@ -99,7 +99,7 @@ class Supervision:
         if action.is_replay:
             assert self._replay is not None
             return self._replay
-        if action.begins:
+        if action.sets_goal:
             newest = choose_leader([self._journal.progress, self.progress_before])
             call.on_begin(call, newest.position)
         return call

@@ -19,7 +19,7 @@ from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     InlineHandle,
-    is_loss,
+    is_worker_loss,
     loss_cause,
 )
 from tests.conftest import wait_until
@@ -207,7 +207,7 @@ def test_loss_cause_says_that_ray_killed_a_worker_for_memory():
     ids=lambda value: type(value).__name__,
 )
 def test_a_loss_is_distinguished_from_other_errors(error, lost):
-    assert is_loss(error) is lost
+    assert is_worker_loss(error) is lost
 
 
 @pytest.mark.parametrize(("stops", "lives"), [(True, True), (False, False), (None, False)])

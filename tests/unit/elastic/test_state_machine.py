@@ -162,8 +162,8 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
         for action in actions:
             if key(action) is state_machine.RunCall:
                 has_begun = has_begun and not event.must_save
-                assert action.begins == (not has_begun and not action.is_replay)
-                has_begun = has_begun or action.begins
+                assert action.sets_goal == (not has_begun and not action.is_replay)
+                has_begun = has_begun or action.sets_goal
         assert after.budget.has_begun == has_begun
 
 
