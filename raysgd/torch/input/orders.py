@@ -192,11 +192,10 @@ class EpochOrder:
 
     def draw(self, epoch: int) -> Order:
         """Return the order of an epoch. Draw it unless it is the newest one."""
-        sampler = self.sampler
         if not self.is_drawn(epoch):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-            self._set(epoch, draw_order(sampler, self.seed + epoch))
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(epoch)
+            self._set(epoch, draw_order(self.sampler, self.seed + epoch))
         return self._order
 
     def is_drawn(self, epoch: int) -> bool:
@@ -211,10 +210,9 @@ class EpochOrder:
 
         Return None if seed and epoch determine the order, so that all workers agree.
         """
-        sampler = self.sampler
-        if type(sampler) is SequentialSampler:
+        if type(self.sampler) is SequentialSampler:
             return None
-        if is_plain_shuffle(sampler):  # the seed and the epoch determine the order
+        if is_plain_shuffle(self.sampler):  # the seed and the epoch determine the order
             return None if self._loader.generator is None else self.seed
         order = self.draw(epoch)
         if self._digest is None:  # keys without their own `repr` never compare equal
