@@ -207,8 +207,8 @@ def check_same_parameters(
                 )
 
 
-def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
-    """Warn about attributes that look trained but do not belong to registered objects."""
+def warn_of_unregistered(operator: Any, registered: Sequence[Any], kinds: tuple[type, ...]) -> None:
+    """Warn about attributes that are unregistered modules, if trained, or objects of `kinds`."""
     models = [each for each in registered if isinstance(each, torch.nn.Module)]
     known = {*map(id, registered), *map(id, operator.config.values()), *_parameters_of(models)}
     for each in registered:  # an optimizer may contain another
@@ -216,13 +216,13 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
     unregistered = [
         f"{name} ({type(value).__name__})"
         for name, value in attributes_of(operator)
-        if id(value) not in known and _looks_trained(value, known)
+        if id(value) not in known and (isinstance(value, kinds) or _looks_trained(value, known))
     ]
     if unregistered:
         logger.warning(
             "%s.setup did not register %s. Workers do not synchronize unregistered objects, and "
-            "checkpoints do not contain them. Pass modules and optimizers to self.register(...). "
-            "If a module is not trained, call requires_grad_(False) on it.",
+            "checkpoints do not contain them. Pass modules, optimizers, and schedulers to "
+            "self.register(...). If a module is not trained, call requires_grad_(False) on it.",
             type(operator).__name__,
             ", ".join(unregistered),
         )
@@ -288,6 +288,6 @@ def _looks_trained(value: Any, registered: Collection[int]) -> bool:
     if isinstance(value, torch.nn.Parameter):
         return value.requires_grad
     if not isinstance(value, torch.nn.Module) or isinstance(value, AveragedModel):
-        return isinstance(value, torch.optim.Optimizer)
+        return False
     trained = {id(p) for p in value.parameters() if p.requires_grad}
     return not is_metric(value) and not trained <= set(registered)

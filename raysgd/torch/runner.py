@@ -141,7 +141,10 @@ def build_operator(
     registered.exchange.use_wrappers([each for each in attributes if ddp.is_ddp(each)])
     if settings.context.world_rank == 0:
         modules = [*registered.models, *registered.criteria]
-        warn_of_unregistered(operator, [*modules, *registered.optimizers])
+        kinds: tuple[type, ...] = (torch.optim.Optimizer,)
+        if settings.options.scheduler_step_freq in ("batch", "epoch") and not registered.schedulers:
+            kinds += (torch.optim.lr_scheduler.LRScheduler,)  # otherwise, user code may step them
+        warn_of_unregistered(operator, [*modules, *registered.optimizers], kinds)
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
             warn_of_other_loaders(operator, train_state.data.registered_loaders)
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.

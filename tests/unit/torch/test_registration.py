@@ -290,7 +290,7 @@ class WithBase(torch.optim.SGD):
         self.base = torch.optim.SGD(parameters, lr=0.1)
 
 
-def set_up(add, caplog):
+def set_up(add, caplog, scheduler_step_freq=None):
     """Add attributes in an operator's `setup`. Return the warnings about unregistered ones."""
 
     class Custom(TrainingOperator):
@@ -303,7 +303,9 @@ def set_up(add, caplog):
             )
             add(self)
 
-    run_operator(Custom, {"network": torch.nn.Linear(1, 1)})
+    run_operator(
+        Custom, {"network": torch.nn.Linear(1, 1)}, scheduler_step_freq=scheduler_step_freq
+    )
     return [record.message for record in caplog.records if "did not register" in record.message]
 
 
@@ -318,6 +320,11 @@ def adam(module):
         ("scale", lambda _: torch.nn.Parameter(torch.ones(1)), "self.scale (Parameter)"),
         ("parts", lambda _: {"a": torch.nn.Linear(2, 1)}, "self.parts['a'] (Linear)"),
         ("second", lambda op: adam(op.model), "self.second (Adam)"),
+        (
+            "decay",
+            lambda op: torch.optim.lr_scheduler.StepLR(op.optimizer, 1),
+            "self.decay (StepLR)",
+        ),
         ("optimizers", lambda op: [op.optimizer, adam(op.model)], "self.optimizers[1] (Adam)"),
         (
             "both",
@@ -327,7 +334,7 @@ def adam(module):
     ],
 )
 def test_warning_names_unregistered_objects(name, make, expected, caplog):
-    (message,) = set_up(lambda operator: setattr(operator, name, make(operator)), caplog)
+    (message,) = set_up(lambda op: setattr(op, name, make(op)), caplog, "epoch")
     assert f"Custom.setup did not register {expected}." in message
 
 
@@ -355,6 +362,9 @@ def test_registered_or_frozen_objects_cause_no_warning(caplog):
         operator.teacher = copy.deepcopy(operator.model).requires_grad_(False)
         operator.average = torch.optim.swa_utils.AveragedModel(operator.model)
         operator.metrics = {"similarity": Similarity()}
+        operator.decay = torch.optim.lr_scheduler.StepLR(
+            operator.optimizer, 1
+        )  # user code steps it
 
     assert not set_up(add, caplog)
 
