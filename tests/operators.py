@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 
@@ -38,6 +38,16 @@ def make_data(num_samples=NUM_SAMPLES):
     generator = torch.Generator().manual_seed(7)
     features = torch.randn(num_samples, 8, generator=generator)
     return TensorDataset(features, (features.sum(dim=1) > 0).long())
+
+
+class Streamed(IterableDataset):
+    """A stream of the given samples."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
 
 
 def make_model(batch_norm=False):

@@ -7,25 +7,16 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.data import Stream, text
 from raysgd.testing.chaos import Chaos, Fault
 from tests.ledger import SlowLedger, check_ledger, ledger_of, ledger_trainer
+from tests.operators import Streamed
 from tests.shared import Shared
 
 NUM_SAMPLES = 1603
-
-
-class Numbers(IterableDataset):
-    """A stream of numbers."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __iter__(self):
-        return iter(range(self.size))
 
 
 def valid(lines):
@@ -52,7 +43,7 @@ class FromStream(SlowLedger):
     def make_loader(self, config):
         size, kind = config["num_samples"], config["kind"]
         if kind == "plain":
-            return DataLoader(Numbers(size), batch_size=8)
+            return DataLoader(Streamed(range(size)), batch_size=8)
         if kind == "generator":
             return lambda: (yield from torch.arange(size).split(8))
         if kind == "web":
@@ -122,20 +113,20 @@ def test_each_sample_is_read_once_despite_losses_and_on_another_number_of_worker
 
 def test_evaluation_of_a_stream_counts_each_sample_once(two):
     def loader(config):
-        return DataLoader(Numbers(37), batch_size=5)
+        return DataLoader(Streamed(range(37)), batch_size=5)
 
     assert two.trainer.test(loader)["num_samples"] == 37
     assert two.trainer.predict(loader).tolist() == list(range(37))
 
 
-class Unseeded(Numbers):
+class Unseeded(Streamed):
     def __iter__(self):
-        return iter(np.random.default_rng().permutation(self.size).tolist())
+        return iter(np.random.default_rng().permutation(self.samples).tolist())
 
 
 def test_evaluation_of_a_stream_that_gives_workers_other_samples_is_an_error(two):
     def loader(config):
-        return DataLoader(Unseeded(100), batch_size=5)
+        return DataLoader(Unseeded(range(100)), batch_size=5)
 
     for evaluate in (two.trainer.test, two.trainer.predict):
         with pytest.raises(RuntimeError, match="read different samples from a stream, Unseeded"):

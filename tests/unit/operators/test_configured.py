@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import operators
 from raysgd.operators import (
@@ -18,7 +18,7 @@ from raysgd.operators import (
 )
 from raysgd.testing import run_operator
 from raysgd.utils import BATCH_SIZE
-from tests.operators import local
+from tests.operators import Streamed, local
 
 DATA = (torch.arange(12.0).reshape(6, 2), torch.arange(6.0))
 
@@ -83,11 +83,8 @@ def test_loaders_and_iterable_data_sets_are_used_as_they_are():
     loader = DataLoader(TensorDataset(*DATA), batch_size=1)
     assert len(build(train_data=loader).train_loader) == 6
 
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(zip(*DATA, strict=True))
-
-    assert [len(b[1]) for b in build(train_data=Stream(), batch_size=4).train_loader] == [4, 2]
+    stream = Streamed(list(zip(*DATA, strict=True)))
+    assert [len(b[1]) for b in build(train_data=stream, batch_size=4).train_loader] == [4, 2]
 
 
 def test_each_part_can_be_overridden():

@@ -13,7 +13,7 @@ from raysgd import BadSteps, TrainingOperator
 from raysgd.callbacks import CheckpointCallback
 from raysgd.data import Stream, jsonl
 from raysgd.errors import BadStepsError
-from tests.operators import local
+from tests.operators import Streamed, local
 
 BATCH, NUM_SAMPLES, BAD = 8, 80, 37
 SAMPLES = list(range(32, 40))
@@ -207,15 +207,10 @@ def test_samples_of_a_stream_are_files_and_records(tmp_path):
     assert len(record["samples"]) == 5
 
 
-class Numbers(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return zip(*data("loss"), strict=True)
-
-
 @pytest.mark.parametrize(
     ("samples", "options"),
     [
-        (Numbers(), {}),  # positions of another stream
+        (Streamed(list(zip(*data("loss"), strict=True))), {}),  # positions of another stream
         (TensorDataset(*data("loss")), {"sampler": np.arange(NUM_SAMPLES)}),
     ],
 )

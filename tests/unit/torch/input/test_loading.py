@@ -14,7 +14,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -33,6 +32,7 @@ from raysgd.torch.input import orders
 from raysgd.torch.input.loading import wrap_loader
 from tests.conftest import wait_until
 from tests.ledger import Ids
+from tests.operators import Streamed
 
 
 class Numbers(Ids):
@@ -43,11 +43,6 @@ class Numbers(Ids):
 
     def __getitem__(self, index):
         return torch.tensor(index)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(8))
 
 
 class Reversed(Sampler):
@@ -541,7 +536,7 @@ class OfAllRanks(DistributedSampler):
 
 
 STREAMS = {
-    "stream": lambda data: DataLoader(Stream(), batch_size=2),
+    "stream": lambda data: DataLoader(Streamed(range(8)), batch_size=2),
     "unsized": lambda data: DataLoader(data, sampler=Unsized()),
     "unsized batches": lambda data: DataLoader(data, batch_sampler=OwnBatches(Unsized(), 3, False)),
     "own iteration": lambda data: Twice(data, 4),
@@ -733,7 +728,7 @@ def test_position_within_an_epoch_fits_only_data_of_its_length(make):
 
 
 def test_position_within_an_epoch_fits_only_its_kind_of_data():
-    sources = [wrap(DataLoader(data, 2)) for data in (Numbers(), Stream())]
+    sources = [wrap(DataLoader(data, 2)) for data in (Numbers(), Streamed(range(8)))]
     sources.append(wrap(DataLoader(Numbers(), 2), partitions=False))
     for source in sources:
         next(source.batches(0, 0))

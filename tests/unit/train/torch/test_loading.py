@@ -12,14 +12,13 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
 )
 
 from raysgd.train.torch.loading import PreparedLoader
-from tests.operators import on_gpu
+from tests.operators import Streamed, on_gpu
 
 
 def loader(num=20, **arguments):
@@ -122,11 +121,6 @@ def test_the_samplers_of_a_prepared_loader_yield_the_indices_of_the_worker():
     assert len(worker.batch_sampler) == len(worker)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([(torch.tensor(n),) for n in range(4)])
-
-
 class PartSampler:
     num_replicas, rank = 2, 1
 
@@ -143,7 +137,7 @@ DATA = TensorDataset(torch.arange(20))
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (DataLoader(Stream(), batch_size=2), [0, 1, 2, 3]),
+        (DataLoader(Streamed([(n,) for n in range(4)]), batch_size=2), [0, 1, 2, 3]),
         (DataLoader(DATA, batch_sampler=BatchSampler(range(19, -1, -1), 8, False)), range(20)),
         (DataLoader(DATA, batch_size=4, sampler=PartSampler()), [1, 3]),
         (

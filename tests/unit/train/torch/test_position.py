@@ -10,7 +10,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
 )
@@ -18,13 +17,9 @@ from torch.utils.data import (
 from raysgd.data import Stream, text
 from raysgd.errors import CheckpointError
 from raysgd.train.torch.loading import PreparedLoader
+from tests.operators import Streamed
 
 DATA = list(range(61))
-
-
-class Numbers(IterableDataset):
-    def __iter__(self):
-        return iter(DATA)
 
 
 def batches(data):
@@ -43,7 +38,7 @@ MAKE = {
         DATA, 3, shuffle=True, num_workers=1, prefetch_factor=4, persistent_workers=True
     ),
     "batch_sampler": lambda: DataLoader(DATA, batch_sampler=batches(DATA)),
-    "iterable": lambda: DataLoader(Numbers(), 3),
+    "iterable": lambda: DataLoader(Streamed(DATA), 3),
     "stream": lambda: DataLoader(Stream(text("data.txt"), transform=int, shuffle=8), 3),
     "grouped": lambda: DataLoader(
         Stream(text("data.txt"), transform=lambda lines: [*map(int, lines)], group=2, shuffle=8), 3
