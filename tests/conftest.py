@@ -257,6 +257,14 @@ def cluster():
             process.wait(60)
 
 
+def all_actors():
+    """Return the IDs of all actors, dead ones included, or None if Ray is not running."""
+    import ray
+    from ray._private.state import actors
+
+    return set(actors()) if ray.is_initialized() else None
+
+
 def alive_actors():
     """Return the actors that are alive, except those that Ray Data keeps."""
     from ray._private.state import actors

@@ -11,7 +11,6 @@ import sys
 import threading
 
 import pytest
-import ray
 import torch
 from torch.utils.data import DataLoader
 
@@ -23,25 +22,16 @@ from raysgd.data import Dataset, Stream, jsonl, mix, parquet, text
 from raysgd.errors import CheckpointError, RemoteError
 from raysgd.torch import CreatorOperator
 from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
-from tests.conftest import assert_names
+from tests.conftest import all_actors, assert_names
 from tests.operators import Classifier, make_model, register_all
-
-
-def actors():
-    """Return the IDs of all actors, dead ones included, or None if Ray is not running."""
-    if not ray.is_initialized():
-        return None
-    from ray._private.state import actors
-
-    return set(actors())
 
 
 @pytest.fixture(autouse=True)
 def no_worker_started():
     """Fail if a test starts Ray, or an actor if Ray is already running."""
-    known = actors()
+    known = all_actors()
     yield
-    assert actors() == known
+    assert all_actors() == known
 
 
 def check(call, error, words):

@@ -18,16 +18,8 @@ from raysgd.errors import (
     InsufficientResourcesError,
     RemoteTraceback,
 )
-from tests.conftest import SOON_S, alive_actors, assert_names, wait_until
+from tests.conftest import SOON_S, alive_actors, all_actors, assert_names, wait_until
 from tests.operators import Classifier, register_all, replica_hash
-
-
-def actors():
-    """Return the IDs of all actors, dead ones included."""
-    from ray._private.state import actors
-
-    return set(actors())
-
 
 # ---- resources that the cluster lacks, detected before a worker starts
 
@@ -48,12 +40,12 @@ def actors():
 )
 def test_error_shows_requested_and_free_resources(ray_cluster, arguments, words):
     """The error is immediate, because this cluster gets no more nodes."""
-    known, started = actors(), time.monotonic()
+    known, started = all_actors(), time.monotonic()
     with pytest.raises(InsufficientResourcesError) as caught:
         TorchTrainer(training_operator_cls=Classifier, **arguments)
     assert time.monotonic() - started < SOON_S
     assert_names(caught.value, [*words, "num_cpus_per_worker"])
-    assert actors() == known
+    assert all_actors() == known
 
 
 # ---- failures on workers while they start
