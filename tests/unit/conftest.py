@@ -36,3 +36,22 @@ def make_trainer():
     yield make
     for trainer in made:
         trainer.shutdown()
+
+
+@pytest.fixture
+def board(monkeypatch):
+    """A function that reads a folder as TensorBoard does."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # TensorBoard sorts the files of one second by name, and would read file 10 before file 9
+    number = event_file_writer.AtomicCounter(1000)
+    monkeypatch.setattr(event_file_writer, "_global_uid", number)
+
+    def read(folder):
+        accumulator = EventAccumulator(str(folder))
+        accumulator.Reload()
+        return accumulator
+
+    return read

@@ -577,7 +577,7 @@ def test_log_every_starts_anew_after_an_earlier_state_is_loaded(make_trainer):
     assert seen == [2, 4, 2, 4]
 
 
-def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
+def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path, board):
     def points():
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["kind"] == "step"]
@@ -608,16 +608,9 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
     drawn = lines["train_loss, by step"]
     told = [(point["global_step"], point["metrics"]["train_loss"]) for point in points()]
     assert [tuple(point[:2]) for point in drawn] == told
-    assert [step for step, _ in scalars(tmp_path / "tensorboard", "step/twice")] == [2, 4, 6, 8, 10]
-    assert len(scalars(tmp_path / "tensorboard", "train/twice")) == 3
-
-
-def scalars(folder, tag):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(folder))
-    read.Reload()
-    return [(event.step, event.value) for event in read.Scalars(tag)]
+    read = board(tmp_path / "tensorboard")
+    assert [event.step for event in read.Scalars("step/twice")] == [2, 4, 6, 8, 10]
+    assert len(read.Scalars("train/twice")) == 3
 
 
 def test_fit_continues_within_an_epoch_after_max_steps(make_trainer, caplog):

@@ -96,13 +96,7 @@ def test_traces_are_written_only_into_their_folder(tmp_path):
     assert not (tmp_path / "worker_0.json").exists()
 
 
-def test_tensorboard_gets_numbers_as_scalars_and_shows_repeated_steps_once(tmp_path, monkeypatch):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from tensorboard.summary.writer import event_file_writer
-
-    # TensorBoard sorts the files of one second by name.
-    number = event_file_writer.AtomicCounter(1000)
-    monkeypatch.setattr(event_file_writer, "_global_uid", number)
+def test_tensorboard_gets_numbers_as_scalars_and_shows_repeated_steps_once(tmp_path, board):
     callback = TBXLoggerCallback()
     callback.start_training(logdir=tmp_path, config={})
     own = {"_timestamp": 1.0, "_training_iteration": 7, "_time_this_iter_s": 0.5}
@@ -113,8 +107,7 @@ def test_tensorboard_gets_numbers_as_scalars_and_shows_repeated_steps_once(tmp_p
         result = {"loss": 0.5, "one": np.ones(1), **own, **lists, **nested}
         callback.process_results([result, {"b": 1}])
     callback.finish_training()
-    found = events.EventAccumulator(str(tmp_path))
-    found.Reload()
+    found = board(tmp_path)
     scalars = {"loss", "one", "val/loss", "_time_this_iter_s"}
     assert set(found.Tags()["scalars"]) == {f"ray/train/{name}" for name in scalars}
     assert [each.step for each in found.Scalars("ray/train/loss")] == [6, 7]
