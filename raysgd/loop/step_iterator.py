@@ -125,9 +125,8 @@ class StepIterator:
             self.has_loader_failed = True
             raise
         timing.begin(OTHER)
-        has_batch = self._ahead is not _NOTHING
         # `_ahead` keeps the batch if a worker is lost during this collective.
-        if self.agree_on_batch is not None and not self.agree_on_batch(has_batch):
+        if self.agree_on_batch is not None and not self.agree_on_batch(self._ahead is not _NOTHING):
             self._ahead = _NOTHING
         if self._ahead is _NOTHING:
             self._is_exhausted = True

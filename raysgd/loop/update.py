@@ -217,8 +217,7 @@ class LossCount(NamedTuple):
 _UNKNOWN = LossCount()
 
 
-AllReduce = Callable[[float], float]
-"""Returns the sum of a number over the workers."""
+AllReduce = Callable[[float], float]  # returns the sum of a number over the workers
 
 
 class Factors(NamedTuple):
