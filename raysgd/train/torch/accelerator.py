@@ -125,12 +125,16 @@ def _add_prefix(wrapped: Any, state: dict[str, Any], prefix: str, *others: Any) 
             state[inner + name.removeprefix(prefix)] = state.pop(name)
 
 
+_UNNOTICED: Any = type("Unnoticed", (), {"__init_subclass__": classmethod(lambda cls: None)})
+"""Base that hides a subclass from the other bases, which may refuse or list subclasses."""
+
+
 def _add_module_attribute(model: torch.nn.Module) -> torch.nn.Module:
     """Return an object with the attributes of a model, and of its wrapper in a larger group."""
     if hasattr(model, "module"):
         return model
 
-    class Prepared(type(model)):  # type: ignore[misc]
+    class Prepared(_UNNOTICED, type(model)):  # type: ignore[misc]
         module = model
 
         def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:

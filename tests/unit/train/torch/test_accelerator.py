@@ -77,6 +77,9 @@ def test_in_mixed_precision_a_model_computes_in_bfloat16_and_returns_float32():
             seen.append(y.dtype)
             return {"y": y, "pair": (y, 1)}
 
+        def __init_subclass__(cls):
+            raise TypeError("prepare_model works without a subclass that users would see")
+
     model = train.torch.prepare_model(Model(2, 2))
     assert model.forward.func.__name__ == "_in_autocast"  # files with whole models contain it
     found = model(torch.ones(1, 2))
