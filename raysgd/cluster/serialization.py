@@ -7,6 +7,7 @@ import importlib
 import io
 import operator
 import pickle
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from typing import Any
 _LARGE_BYTES = 1 << 14
 _STORED_BYTES = 1 << 20
 _ALIGNMENT = 64
+_KNOWN_DTYPES = re.compile(r"torch\.(bool|uint8|int(8|16|32|64)|b?float(16|32|64)|complex(64|128))")
+"""Types of tensors that PyTorch pickles and unpickles, unlike float8."""
 
 
 def padding(size: int) -> int:
@@ -154,6 +157,9 @@ def _pickler(portable: bool) -> Any:
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
                 flat = obj.reshape(-1).view(torch.uint8).numpy()
                 return _tensor, (flat, obj.dtype, tuple(obj.shape))
+            if torch is not None and type(obj) is torch.Tensor and _is_of_newer_dtype(obj, torch):
+                integers = obj.view(getattr(torch, f"int{8 * obj.itemsize}"))
+                return operator.methodcaller("view", obj.dtype), (integers,)
             # Ray would pickle modules such as torch.distributed.config by value.
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 name = obj.__name__
@@ -175,6 +181,13 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and not vars(tensor)
     )
+
+
+def _is_of_newer_dtype(tensor: Any, torch: Any) -> bool:
+    """Return whether PyTorch raises an error when it unpickles a tensor of this type."""
+    is_strided = tensor.layout is torch.strided and not (tensor.is_quantized or vars(tensor))
+    known = _KNOWN_DTYPES.fullmatch(str(tensor.dtype))
+    return is_strided and not (known or tensor.requires_grad or tensor.is_conj())
 
 
 def _tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:

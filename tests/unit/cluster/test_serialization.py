@@ -30,7 +30,7 @@ def through_ray(packed):
 
 
 dtypes = st.sampled_from(
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+    [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2, torch.uint16]
 )
 shapes = st.lists(st.integers(0, 40), max_size=3)
 
