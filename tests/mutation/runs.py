@@ -15,7 +15,7 @@ import coverage
 from tests.mutation.mutants import ROOT, digest
 
 TESTS = ["tests/unit", "tests/blackbox/simulation", "tests/blackbox/golden"]
-MOST_TESTS = 200
+MOST_TESTS = 300
 """Number of tests that may run for one mutant."""
 LIMIT_S = 1800
 """Seconds that the tests of one mutant may take. A mutant that takes longer is killed."""
