@@ -153,13 +153,14 @@ def test_steps_per_epoch_needs_a_length(make_trainer):
 # ---- loops with their own batches
 
 
-class Backwards(Recorder):
+class Counting(Recorder):
     def train_epoch(self, iterator, info):
-        self.global_step -= 1
+        self.global_step += self.config["steps"]
         return {}
 
 
-def test_steps_never_decrease(make_trainer):
-    trainer = make_trainer(Backwards)
+@pytest.mark.parametrize(("steps", "expected"), [(3, 3), (-1, 0)])
+def test_a_loop_counts_its_own_steps_which_never_decrease(make_trainer, steps, expected):
+    trainer = make_trainer(Counting, {"steps": steps})
     trainer.train()
-    assert trainer.global_step == 0
+    assert trainer.global_step == expected
