@@ -377,12 +377,22 @@ def without_states(loader: Any) -> Any:
     """Return a DataLoader in place of torchdata's, whose samplers count the epochs of a process."""
     if type(loader).__module__ != "torchdata.stateful_dataloader.stateful_dataloader":
         return loader
-    sampler, batches = loader.sampler, loader.batch_sampler
-    if type(sampler).__module__.startswith("torchdata."):
-        sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
+    batches = loader.batch_sampler
     if type(batches).__module__.startswith("torchdata."):
-        batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+        sampler = _without_state(batches.sampler)
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    sampler = _without_state(loader.sampler)
     return clone(loader, __class__=DataLoader, sampler=sampler, batch_sampler=batches)
+
+
+def _without_state(sampler: Any) -> Any:
+    if not type(sampler).__module__.startswith("torchdata."):
+        return sampler
+    if isinstance(sampler, DistributedSampler):
+        sampler = copy.copy(sampler)
+        sampler.__class__ = DistributedSampler
+        return sampler
+    return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
 
 
 def _unpartition(loader: DataLoader[Any]) -> DataLoader[Any]:

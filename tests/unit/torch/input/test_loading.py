@@ -597,17 +597,22 @@ def test_distributed_sampler_follows_the_group(partitions, replicas, kind):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_plain_batch_sampler_is_a_sampler_with_a_batch_size(drop_last):
-    data = tensors(23)
-    plain = DataLoader(data, batch_size=3, shuffle=True, drop_last=drop_last)
-    batches = BatchSampler(RandomSampler(data), 3, drop_last)
+    data, options = tensors(23), {"batch_size": 3, "drop_last": drop_last}
     # of the form of torchdata's
     named = {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
-    sampler = type("Random", (RandomSampler,), named)(data)
-    stateful = type("Stateful", (Twice,), named)(data, 3, sampler=sampler, drop_last=drop_last)
-    vars(stateful)["batch_sampler"] = type("Batches", (BatchSampler,), named)(sampler, 3, drop_last)
-    for loader in DataLoader(data, batch_sampler=batches), stateful:
-        for epoch in range(2):
-            assert parts_of(loader, epoch) == parts_of(plain, epoch)
+    kinds = Twice, RandomSampler, BatchSampler, DistributedSampler
+    stateful, shuffled, batched, divided = (type("Own", (kind,), named) for kind in kinds)
+    batches = batched(shuffled(data), **options)
+    loader = stateful(data, sampler=batches.sampler, **options)
+    vars(loader)["batch_sampler"] = batches
+    plain = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), **options))
+    loaders = loader, stateful(data, batch_sampler=batches), plain
+    for epoch in range(2):
+        expected = parts_of(DataLoader(data, shuffle=True, **options), epoch)
+        assert all(parts_of(each, epoch) == expected for each in loaders)
+    given = stateful(data, sampler=divided(data, 1, 0), **options)
+    plain = DataLoader(data, sampler=DistributedSampler(data, 1, 0), **options)
+    assert parts_of(given) == parts_of(plain)
 
 
 class Shuffled(OwnBatches):
@@ -622,11 +627,8 @@ class Shuffled(OwnBatches):
 @pytest.mark.parametrize("training", [False, True])
 def test_each_batch_of_a_custom_batch_sampler_goes_to_one_worker(training, num_workers):
     data = tensors(20)
-    loader = DataLoader(
-        data,
-        batch_sampler=Shuffled(SequentialSampler(data), 3, False),
-        num_workers=num_workers,
-    )
+    batches = Shuffled(SequentialSampler(data), 3, False)
+    loader = DataLoader(data, batch_sampler=batches, num_workers=num_workers)
     orders = []
     for epoch in range(2):
         first, second = parts_of(loader, epoch, training=training)
