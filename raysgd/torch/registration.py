@@ -72,7 +72,7 @@ def register(
     )
     registered.models = precision.prepare(registered.models, registered.optimizers, apex_args)
     registered.frozen = FrozenParameters(registered.models)
-    registered.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
+    registered.exchange.wrap(ddp_args, horovod_args)
     registered.buffer_copies = BufferCopies(registered.models, registered.collectives)
     train_state.set_features(list(features_of(registered, features, max_grad_norm)))
     features.optimization.register_hooks()

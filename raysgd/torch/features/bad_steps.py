@@ -109,7 +109,7 @@ class BadStepFilter(StepFeature):
     def commit(self, update: Update) -> None:
         if update.bad_step is not None:
             self.bad_steps.append(update.bad_step)
-            self._registered.buffer_copies.write(self._registered.buffer_copies.values)
+            self._registered.buffer_copies.restore()
             if update.meters is not None:
                 update.meters.discard_held()
         elif self._loss is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.digests import digest_of, has_bits
+from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import Guard
@@ -35,6 +36,15 @@ _NOT_IN_STATE = (
 )
 
 
+class _Comparison(NamedTuple):
+    """A comparison whose result is not read yet."""
+
+    minima: torch.Tensor  # of digests, and of their inverses
+    event: torch.cuda.Event | None  # when a GPU has finished it
+    flags: tuple[bool, bool]  # the first two arguments of `ReplicaContents.contents`
+    is_complete: bool
+
+
 class ReplicaGuard(StepFeature):
     """Compares digests of `ReplicaContents` between the workers.
 
@@ -44,7 +54,9 @@ class ReplicaGuard(StepFeature):
     a small share of the time for all models.
     """
 
-    def __init__(self, registered: RegisteredObjects, averaging: Any, guard: Guard) -> None:
+    def __init__(
+        self, registered: RegisteredObjects, averaging: WeightAveraging, guard: Guard
+    ) -> None:
         self._registered, self._contents = registered, ReplicaContents(registered, averaging)
         self._every = guard.every
         self._on_gpu = registered.device.type != "cpu"
@@ -62,7 +74,7 @@ class ReplicaGuard(StepFeature):
     def begin_generation(self) -> None:
         self._is_due = self._is_new = True
         self._is_active = self._in_call = False
-        self._pending: Any = None
+        self._pending: _Comparison | None = None
         self._steps = self._compared_at = self._complete_at = 0
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
@@ -141,7 +153,7 @@ class ReplicaGuard(StepFeature):
             minima = torch.empty_like(minima, device="cpu", pin_memory=True).copy_(minima, True)
             event = torch.cuda.Event()
             event.record()
-        self._pending = minima, event, (in_step, is_new), is_complete
+        self._pending = _Comparison(minima, event, (in_step, is_new), is_complete)
         self._compared_at = self._steps
         self._complete_at = self._steps if is_complete else self._complete_at
         if not (in_step and self._on_gpu):

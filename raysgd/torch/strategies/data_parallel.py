@@ -51,7 +51,7 @@ class GroupGradients(GradientExchange):
         lambda self: self._registered.context.world_size if self._averages else 1
     )
 
-    def wrap(self, **arguments: Mapping[str, Any]) -> None:
+    def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         models = self._registered.models
         self._dtypes = {p: p.dtype for model in models for p in model.parameters()}
         # Also sets up subclasses. `build_operator` calls it again with the wrappers of `setup`.
@@ -153,15 +153,14 @@ class ReplicatedGradients(UserWrappedGradients):
 
     keeps_all_equal = True
 
-    def wrap(self, **arguments: Mapping[str, Any]) -> None:
+    def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         registered, num_given = self._registered, len(self._registered.given_models)
-        device, ddp_args = registered.device, arguments["ddp_args"]
         registered.models = [
-            ddp.wrap(model, device, ddp_args, is_criterion=index >= num_given)
+            ddp.wrap(model, registered.device, ddp_args, is_criterion=index >= num_given)
             for index, model in enumerate(registered.models)
         ]
         registered.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
-        super().wrap()
+        super().wrap(ddp_args, horovod_args)
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)

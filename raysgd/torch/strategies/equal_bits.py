@@ -53,6 +53,8 @@ from raysgd.torch.tensors import (
 
 _KEY = "num_shards"
 _MODE = 'exact="bits"'
+_KEEP, _MEAN, _COPY, _OBJECT = range(4)
+"""How to merge a buffer of several parts. The largest of all workers counts."""
 _SHARDS_DIFFER = (
     "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
     "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
@@ -79,8 +81,8 @@ class EqualBitsGradients(GroupGradients):
         self._buffers, self._metrics = EqualBitsBuffers(registered), PartMetrics(registered)
         self._clear()
 
-    def wrap(self, **arguments: Mapping[str, Any]) -> None:
-        super().wrap()
+    def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
+        super().wrap(ddp_args, horovod_args)
         _check_modules(self._registered.models)
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -168,7 +170,7 @@ class EqualBitsGradients(GroupGradients):
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            self._registered.buffer_copies.write(self._registered.buffer_copies.values)
+            self._registered.buffer_copies.restore()
         self._clear()
 
     def roll_back(self, update: Update) -> None:
@@ -328,11 +330,11 @@ class EqualBitsBuffers:
         self._versions = self._newest_versions()
 
     def changes(self) -> list[int]:
-        """Return how to merge each buffer, as a number. The largest of all workers decides."""
+        """Return how to merge each buffer."""
         changes = []
         for index, before in enumerate(self._registered.buffer_copies.values):
             kept = [each[index] for each in self._stored.values()]
-            changes.append(max((_change(before, after) for after in kept), default=0))
+            changes.append(max((_change(before, after) for after in kept), default=_KEEP))
         return changes
 
     def merge(self, changes: Sequence[int], partition: EpochPartition) -> None:
@@ -342,7 +344,10 @@ class EqualBitsBuffers:
         before: list[Any] = self._registered.buffer_copies.values
         merged, first = list(before), self._stored.get(0, before)
         is_distributed = dist.is_initialized()
-        means, others, objects = ([i for i, c in enumerate(changes) if c == k] for k in (1, 2, 3))
+        means, others, objects = (
+            [i for i, change in enumerate(changes) if change == kind]
+            for kind in (_MEAN, _COPY, _OBJECT)
+        )
         if means:
             total = self._mean_change(means, partition)
             for i, change in zip(means, total, strict=True):
@@ -438,14 +443,13 @@ def _is_equal(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
 
 
 def _change(before: torch.Tensor | None, after: torch.Tensor | None) -> int:
-    """Return how to merge a buffer: 0 not at all, 1 by means, 2 by values, 3 as an object."""
     if after is before:
-        return 0
+        return _KEEP
     if before is None or after is None:
-        return 3
+        return _OBJECT
     if (before.shape, before.dtype) != (after.shape, after.dtype):
-        return 3
-    return 1 if before.is_floating_point() or before.is_complex() else 2
+        return _OBJECT
+    return _MEAN if before.is_floating_point() or before.is_complex() else _COPY
 
 
 def _check_modules(models: Sequence[torch.nn.Module]) -> None:

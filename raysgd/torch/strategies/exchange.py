@@ -24,8 +24,8 @@ class GradientExchange(StepFeature):
     num_workers = 1
     """Number of workers that average their gradients."""
 
-    def wrap(self, **arguments: Mapping[str, Any]) -> None:
-        """Prepare the registered models and optimizers. `arguments`: those of ``register``."""
+    def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
+        """Prepare the registered models and optimizers. With arguments of ``register``."""
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         """Replace models with `wrappers`, which user code has made in ``setup``."""

@@ -26,9 +26,9 @@ class HorovodGradients(GroupGradients):
 
     keeps_all_equal = True
 
-    def wrap(self, **arguments: Mapping[str, Any]) -> None:
-        super().wrap()
-        registered, own = self._registered, arguments["horovod_args"]
+    def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
+        super().wrap(ddp_args, horovod_args)
+        registered, own = self._registered, horovod_args
         buffers = [buffer for model in registered.models for buffer in model.buffers()]
         trained = [p for model in registered.models for p in model.parameters() if p.requires_grad]
         compressed = "compression" in own  # Horovod then averages another dtype

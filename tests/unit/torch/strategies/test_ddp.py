@@ -38,7 +38,7 @@ def test_forward_pass_without_gradients_does_not_communicate(process_group, monk
 def test_wrapper_of_user_code_does_not_communicate_in_validation(process_group):
     wrapped = DistributedDataParallel(torch.nn.BatchNorm1d(2))
     exchange = UserWrappedGradients(SimpleNamespace(models=[wrapped], accumulation_steps=1))
-    exchange.wrap()
+    exchange.wrap({}, {})
 
     def validate():
         with exchange.evaluating():

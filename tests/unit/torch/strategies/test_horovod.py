@@ -15,7 +15,7 @@ def build(dtype=torch.float32, **arguments):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = SimpleNamespace(models=[model], optimizers=[optimizer], accumulation_steps=1)
     exchange = HorovodGradients(state)
-    exchange.wrap(horovod_args=arguments)
+    exchange.wrap({}, arguments)
     return model, optimizer, exchange
 
 hvd.init()
