@@ -68,7 +68,7 @@ class CallProgress:
 
     def export(self) -> dict[str, Any]:
         """Return the state, with the merged metrics of a segment that runs."""
-        segment = self._train_state.step_iterator
+        segment = self._train_state.segment
         meters = self._train_state.update.meters if self._merges_metrics else None
         if segment is None or meters is None:
             return vars(self.state)

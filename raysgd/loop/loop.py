@@ -34,9 +34,9 @@ from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import TrainRequest
+from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import Receiver, models_last
-from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import SavedState
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
@@ -180,7 +180,7 @@ class Loop:
             self._rest = None
             train_state.end_epoch()
 
-    def _begin_segment(self, limit: int | None, request: TrainRequest) -> StepIterator:
+    def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
         train_state, call = self.train_state, self.call_progress.state
         if train_state.global_step >= request.start_step:
             call.began_at = request.start_step
@@ -198,7 +198,7 @@ class Loop:
         if request.until_nan:
             after_commit.append(self._end_at_bad_loss)
         steps_left, agree_on_batch = self._agree_on_data()
-        segment = StepIterator(
+        segment = Segment(
             train_state,
             self.source,
             self.control,
@@ -210,7 +210,7 @@ class Loop:
         )
         if segment.total_steps == 0 and segment.start_offset == 0:
             raise no_batch("train", self.source, self._rank_with_fewest)
-        train_state.step_iterator = segment
+        train_state.segment = segment
         return segment
 
     def _agree_on_data(self) -> tuple[int | None, Callable[[int], int] | None]:
@@ -250,7 +250,7 @@ class Loop:
             self.call_progress.state.ended_early = True
             self.control.callback_pause = 0  # a past step, so that the segment ends now
 
-    def _end_failed_segment(self, segment: StepIterator) -> None:
+    def _end_failed_segment(self, segment: Segment) -> None:
         """Save the progress and the metrics of a segment that raised."""
         again = segment.end_after_error()
         self._rest = None  # the next iteration starts at the offset
@@ -262,7 +262,7 @@ class Loop:
             self.call_progress.add(segment.start_step, self.train_state.update.meters.summary())
         self.train_state.end_segment()
 
-    def _handle_empty_segment(self, segment: StepIterator, until_epoch: int) -> None:
+    def _handle_empty_segment(self, segment: Segment, until_epoch: int) -> None:
         """Handle a segment without a step.
 
         The loader is empty, was at its end, or the loop did not ask for a batch.
@@ -305,7 +305,7 @@ class Loop:
         source.repartition(settings.options.num_workers, 0, config_batch)
         with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
             train_state.update.is_warm_up = True
-            segment = train_state.step_iterator = StepIterator(
+            segment = train_state.segment = Segment(
                 train_state, source, self.control, limit=1, steps_left=1, num_opened=1
             )
             bind_epoch(self.operator, segment, {}, train_state.epoch)()
@@ -314,7 +314,7 @@ class Loop:
 
     def restart_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
-        self.train_state.step_iterator = self._rest = None
+        self.train_state.segment = self._rest = None
 
     def state_for(self, receiver: Receiver) -> dict[str, Any]:
         """Return a worker's state for a receiver, with tensors on their device.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import check_rows
 from raysgd._internal.timers import TimerCollection
-from raysgd.loop.step_iterator import StepIterator
+from raysgd.loop.segment import Segment
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_numeric
 
@@ -142,7 +142,7 @@ class OperatorBase:
         """
         train_state = self._train_state
         meters = AverageMeterCollection()
-        is_training = train_state.step_iterator is not None  # `train_epoch` may call this method
+        is_training = train_state.segment is not None  # `train_epoch` may call this method
         if not is_training:
             train_state.update.meters = meters
         # Within an epoch of training, the loop has not prepared the evaluation.
@@ -173,7 +173,7 @@ class OperatorBase:
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
-        segment: StepIterator | None = self._train_state.step_iterator
+        segment: Segment | None = self._train_state.segment
         return segment is None or not segment.was_read or segment.loop_ends_epoch
 
     def _batch_info(
@@ -204,7 +204,7 @@ class OperatorBase:
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
         if self._train_state.update.should_commit():
-            self._train_state.step_iterator.finish()
+            self._train_state.segment.finish()
         meters.count_held()  # of a group that another call of ``train_epoch`` continues
         return meters.summary()
 
@@ -238,7 +238,7 @@ class OperatorBase:
 
 
 def bind_epoch(
-    operator: OperatorBase, iterator: StepIterator, info: Mapping[str, Any], epoch_idx: int
+    operator: OperatorBase, iterator: Segment, info: Mapping[str, Any], epoch_idx: int
 ) -> Callable[[], Any]:
     """Return ``train_epoch`` with the arguments it takes. Older overrides end at ``info``."""
     info = {

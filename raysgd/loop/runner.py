@@ -154,7 +154,7 @@ class OperatorRunner(Runner, ABC):
     def progress(self, acknowledged_step: int = -1) -> progress.Progress:
         if self._loop is None:
             return progress.Progress()
-        train_state, segment = self._train_state, self._train_state.step_iterator
+        train_state, segment = self._train_state, self._train_state.segment
         running, features = segment or self._loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.update.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts

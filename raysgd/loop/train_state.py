@@ -62,7 +62,7 @@ class TrainState(ABC):
         self.is_new = False  # joins the group, and does not have its state yet
         self.position = Position(seed)
         # The segment in progress. The loop sets these.
-        self.step_iterator: Any = None  # a `StepIterator`, or None between segments
+        self.segment: Any = None  # a `Segment`, or None between segments
         self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
         # Committed steps when user code set the global step, and the value that it set.
         self.user_set_step: tuple[int, int] | None = None
@@ -122,7 +122,7 @@ class TrainState(ABC):
     # ---- steps
 
     def end_segment(self) -> None:
-        self.step_iterator = None
+        self.segment = None
         self.position.call_began_at = self.global_step  # if user code calls train_epoch itself
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:

@@ -20,7 +20,7 @@ from raysgd._internal.arguments import as_int, check_flags, suggest_arguments
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, as_list
-from raysgd.loop.step_iterator import allow_split
+from raysgd.loop.segment import allow_split
 from raysgd.metrics import AverageMeterCollection
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from raysgd.loop.creators import creator_class
 from raysgd.loop.operator_base import OperatorBase
-from raysgd.loop.step_iterator import allow_split
+from raysgd.loop.segment import allow_split
 from raysgd.loop.update import LossCount
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, Sums, ratio
 from raysgd.torch.creators import TorchCreators
@@ -401,7 +401,7 @@ class TrainingOperator(OperatorBase):
                 or equal bits, all losses of a batch need the same number. The default
                 ``train_batch`` passes a `LossCount`, which an override of this method passes on.
         """
-        timing, segment = self._train_state.timing, self._train_state.step_iterator
+        timing, segment = self._train_state.timing, self._train_state.segment
         timing.begin(BACKWARD)
         self._step_features.optimization.backward(loss, num_samples, segment)
         timing.begin(OTHER)

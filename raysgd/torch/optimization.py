@@ -30,7 +30,7 @@ from torch.nn import CrossEntropyLoss, NLLLoss, functional
 
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step_iterator import StepIterator
+from raysgd.loop.segment import Segment
 from raysgd.loop.update import LossCount, Update, WarmedUp
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.step_checks import StepChecks
@@ -96,7 +96,7 @@ class Optimization(StepFeature):
         self,
         loss: torch.Tensor,
         count: LossCount | float | torch.Tensor | None,
-        segment: StepIterator | None = None,
+        segment: Segment | None = None,
     ) -> None:
         update, registered = self._update, self._registered
         if not isinstance(count, LossCount):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step_iterator import StepIterator
+from raysgd.loop.segment import Segment
 from raysgd.loop.update import LossCount, Update
 from raysgd.torch import collectives
 from raysgd.torch.features.registered import RegisteredObjects
@@ -101,7 +101,7 @@ class StepChecks(StepFeature):
             "mean over other items than samples, call self.backward(loss, num_samples=count).",
         )
 
-    def warn_of_dropped_samples(self, segment: StepIterator | None) -> None:
+    def warn_of_dropped_samples(self, segment: Segment | None) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
         registered = self._registered
         has_weight = registered.exchange.num_workers > 1 or not self._update.has_one_micro_batch

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.loop_control import LoopControl, StepInterruptedError
-from raysgd.loop.step_iterator import StepIterator
+from raysgd.loop.segment import Segment
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import OperatorSettings
@@ -42,7 +42,7 @@ def make_steps(
         steps_left = len(batches)
     source, iterator = BatchSource(batches), iter(batches)
     source.is_partitioned = is_partitioned
-    return train_state, StepIterator(
+    return train_state, Segment(
         train_state, source, LoopControl(), iterator, limit, steps_left, agree
     )
 
@@ -112,7 +112,7 @@ def test_a_loader_that_ends_before_its_length_is_refused_if_others_would_wait(wo
 
 def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("raysgd.loop.step_iterator.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("raysgd.loop.segment.time.perf_counter", lambda: now[0])
     _, steps = make_steps(range(5))
     means = []
     for seconds in (0.0, 2.0, 4.0):

@@ -1,4 +1,4 @@
-"""The iterator over the batches of a segment of training. It also counts the steps."""
+"""A segment of training: what one call of ``train_epoch`` trains. It counts the steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NOTHING = object()
 
 
 @dataclass(eq=False, repr=False)
-class StepIterator:
-    """Yields the batches of a segment, and commits each update when the next one begins.
+class Segment:
+    """Yields its batches to ``train_epoch``, and commits each update when the next one begins.
 
     The request for the next batch shows that the previous update is done. Therefore loops of users
     need not count steps. A segment has updates. An update has one step, or several with gradient
@@ -65,7 +65,7 @@ class StepIterator:
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
         self._ahead: Any = _NOTHING  # a batch of the loader that no update has
 
-    def __iter__(self) -> StepIterator:
+    def __iter__(self) -> Segment:
         return self
 
     def __next__(self) -> Any:
@@ -246,7 +246,7 @@ class StepIterator:
 
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:
     """Allow the iterator of a segment to split large batches."""
-    if isinstance(iterator, StepIterator) and not iterator.was_read:
+    if isinstance(iterator, Segment) and not iterator.was_read:
         micro_batching = iterator._train_state.micro_batching
         micro_batching.may_split = micro_batching.why_not_split is None
     return iterator
