@@ -273,14 +273,14 @@ class AverageMeterCollection:
         return self.batch_count + sum(is_batch for *_, is_batch in self._held_updates)
 
     def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
-        """Store the arguments of `update` until `count_held` applies them."""
+        """Store the arguments of `update` until `apply_held` applies them."""
         self._held_updates.append((metrics, n, is_batch))
 
     def exchange_held(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
         """Replace the stored updates with those of all workers, which `exchange` returns."""
         self._held_updates = exchange(map_leaves(self._held_updates, _on_cpu))
 
-    def count_held(self) -> None:
+    def apply_held(self) -> None:
         """Apply the stored updates."""
         held, self._held_updates = self._held_updates, []
         for each in held:

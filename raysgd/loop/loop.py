@@ -190,7 +190,7 @@ class Loop:
         train_state.keeps_modes = call.keeps_modes
         train_state.user_set_step = train_state.update.meters = None
         call.keeps_modes = False
-        self.snapshots.maybe_take(begins=True)
+        self.snapshots.maybe_take(is_collective=True)
         train_state.resume_modes()
         after_commit: list[Callable[[], None]] = []
         if self.snapshots.takes_between_steps:

@@ -199,13 +199,13 @@ class OperatorBase:
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)
         if not update.is_open:  # the loop has its own batches
-            meters.count_held()
+            meters.apply_held()
 
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
         if self._train_state.update.should_commit():
             self._train_state.segment.finish()
-        meters.count_held()  # of a group that another call of ``train_epoch`` continues
+        meters.apply_held()  # of a group that another call of ``train_epoch`` continues
         return meters.summary()
 
     def _check_single(self) -> None:

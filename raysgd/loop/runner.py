@@ -367,7 +367,7 @@ class OperatorRunner(Runner, ABC):
 
 
 def _warn_of_other_steps(train_state: TrainState, position: Mapping[str, Any]) -> None:
-    now, then = train_state.data.current.global_batch_size, position.get("global_batch")
+    now, then = train_state.data.training_source.global_batch_size, position.get("global_batch")
     if None not in (now, then, train_state.settings.options.layout.num_parts) and now != then:
         train_state.settings.warn_once(
             "step size",

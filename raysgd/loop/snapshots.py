@@ -66,15 +66,15 @@ class Snapshots:
         newest = self._newest  # the training thread may clear it
         return None if newest is None else newest[1]
 
-    def maybe_take(self, begins: bool = False) -> None:
+    def maybe_take(self, is_collective: bool = False) -> None:
         """Copy the state if a snapshot is due.
 
         Rank 0 holds the copy, unless it runs in the driver's process and ends with the driver. If
-        the state is sharded, every rank copies its shards. `begins`: whether a segment begins,
-        which all ranks do together.
+        the state is sharded, every rank copies its shards. `is_collective`: whether all ranks call
+        this together, as when a segment begins.
         """
         train_state, context, now = self._train_state, self._train_state.context, self.clock()
-        if not begins:
+        if not is_collective:
             self._trained_s += now - self._checked_at
         self._checked_at = now
         if not self._keeps_copy:
@@ -82,7 +82,7 @@ class Snapshots:
             return
         has_shards = self._has_shards
         must_agree = has_shards and self._every == "auto" and not self._is_needed
-        if self._every is None or (must_agree and not begins):
+        if self._every is None or (must_agree and not is_collective):
             return
         due = train_state.replication.is_in_sync and (self._is_needed or self._decide_due())
         if must_agree and context.distributed:
@@ -99,7 +99,7 @@ class Snapshots:
         The validation may be long, and may change the operator.
         """
         before = self._newest
-        self.maybe_take(begins=True)
+        self.maybe_take(is_collective=True)
         has_taken = self._newest is not before
         yield
         if has_taken:

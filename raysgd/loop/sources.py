@@ -118,7 +118,7 @@ class DataSources(ABC):
             self._sources[name] = source
             source.set_batch_size(dataset.batch_size, follows_config=False)
         self.trains_on = name
-        return self.current
+        return self.training_source
 
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""
@@ -185,7 +185,7 @@ class DataSources(ABC):
             self._sources[name].set_batch_size(*batching[name])
 
     @property
-    def current(self) -> BatchSource:
+    def training_source(self) -> BatchSource:
         """The source that the operator trains on."""
         return self.readable(self.trains_on)
 

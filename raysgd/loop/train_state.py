@@ -94,7 +94,7 @@ class TrainState(ABC):
     def saved_position(self) -> dict[str, Any]:
         names = ("epoch", "offset", "validation_offset", "seed")
         position = {name: getattr(self.position, name) for name in names}
-        if (global_batch := self.data.current.global_batch_size) is not None:
+        if (global_batch := self.data.training_source.global_batch_size) is not None:
             position["global_batch"] = global_batch
         if own := self.data.own_seeds():
             position["loader_seeds"] = own
@@ -102,7 +102,7 @@ class TrainState(ABC):
             position["split"] = self.micro_batching.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
-        if stream := self.data.current.position(self.epoch, self.offset):
+        if stream := self.data.training_source.position(self.epoch, self.offset):
             position["stream"] = stream
         return position
 
@@ -113,7 +113,7 @@ class TrainState(ABC):
         self.data.trains_on = position.get("trains_on", "train")
         self.micro_batching.split = position.get("split", 1)
         self.reseed(position.get("seed", own.seed), position.get("loader_seeds", {}))
-        self.data.current.move_to(position.get("stream", {}))
+        self.data.training_source.move_to(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.position.seed = seed
@@ -150,7 +150,7 @@ class TrainState(ABC):
         finally:
             update.reset()
             if update.meters is not None:
-                update.meters.count_held()
+                update.meters.apply_held()
 
     def end_epoch(self) -> None:
         self.position.epoch, self.position.offset = self.epoch + 1, 0

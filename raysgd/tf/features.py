@@ -183,7 +183,7 @@ def agree_on_update(
     models, cache = train_state.models, train_state.graphs.cache
     trained = cache(lambda: _describe_variables(models, variables), *variables)
     contents = {
-        "the samples that they have read": train_state.data.current.update_digest,
+        "the samples that they have read": train_state.data.training_source.update_digest,
         "what they train": trained,
     }
     return _compare_workers(train_state, contents, lacks_gradient)

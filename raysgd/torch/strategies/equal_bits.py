@@ -142,7 +142,7 @@ class EqualBitsGradients(GroupGradients):
         self._schedulers = list(map(scheduler_state, self._registered.schedulers))
 
     def begin_micro_batch(self, update: Update) -> None:
-        owned = self._registered.data.current.partition.owned_parts
+        owned = self._registered.data.training_source.partition.owned_parts
         if update.index > 0:
             self._end_part()
             for optimizer in update.optimizer_steps.optimizers:  # of losses of other optimizers
@@ -226,7 +226,7 @@ class EqualBitsGradients(GroupGradients):
         own = self._gradients.pop(id(optimizer))
         kind = 2 * numbers[id(optimizer)] + (update.losses.counted_items is not None)
         flags = self._reduce_flags(kind, [*own.flags, *self._buffers.changes()])
-        partition: EpochPartition = self._registered.data.current.partition
+        partition: EpochPartition = self._registered.data.training_source.partition
         total = sum_over_workers(own.tree, self._num_parts, partition.shares)
         if update.losses.counted_items is not None:
             *total, count = total
@@ -395,7 +395,7 @@ class PartMetrics:
 
     def all_gather(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
         """Return the metrics of all workers' parts."""
-        partition: EpochPartition = self._registered.data.current.partition
+        partition: EpochPartition = self._registered.data.training_source.partition
         parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
         rows = [row for message in self._gather(pickle.dumps(own)) for row in pickle.loads(message)]

@@ -262,7 +262,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
     for answer, expected in ((0, None), (1, 7)):
         answers.append(answer)
         snapshots.clear()
-        snapshots.maybe_take(begins=True)
+        snapshots.maybe_take(is_collective=True)
         assert (snapshots.newest_step, answers) == (expected, [])
 
 
