@@ -52,7 +52,7 @@ class OperatorRunner(Runner, ABC):
     # ---- lifecycle
 
     def rejoin(self, context: WorkerContext, leader_rank: int) -> str | None:
-        self._set_config_batch(context)
+        self._set_config_size(context)
         loop, train_state = self._hosted_loop, self._train_state
         position = train_state.saved_position()
         train_state.begin_generation(context)
@@ -103,20 +103,20 @@ class OperatorRunner(Runner, ABC):
             operator_cls, given = options.unpack()
         num_parts = options.layout.num_full_parts(context.world_size)
         config = worker_config(given, num_parts, copies=context.in_driver)
-        sizes = {"config_batch": config.get(BATCH_SIZE), "requested_batch": given.get(BATCH_SIZE)}
+        sizes = {"config_size": config.get(BATCH_SIZE), "requested_size": given.get(BATCH_SIZE)}
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
-    def _set_config_batch(self, context: WorkerContext) -> None:
+    def _set_config_size(self, context: WorkerContext) -> None:
         settings, number = self._train_state.settings, context.world_size
-        if settings.requested_batch is not None:
-            size = settings.requested_batch // self._options.layout.num_current_parts(number)
-            self.operator.config[BATCH_SIZE] = settings.config_batch = size
+        if settings.requested_size is not None:
+            size = settings.requested_size // self._options.layout.num_current_parts(number)
+            self.operator.config[BATCH_SIZE] = settings.config_size = size
 
     def start_operator(self, operator: OperatorBase, saved_state: SavedState) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
         self._loop = Loop(operator, saved_state, self.control)
         train_state = self._train_state
-        self._set_config_batch(train_state.context)
+        self._set_config_size(train_state.context)
         if train_state.context.world_size > 1:
             # Use the seed of rank 0, because each process may have drawn its own.
             seed, fingerprint = train_state.collectives.broadcast(

@@ -196,7 +196,7 @@ class DataSources(ABC):
         return source is None or source.knows_sizes
 
     @property
-    def keeps_requested_batch(self) -> bool:
+    def keeps_requested_size(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
         _, follows_config = self.batching().get("train", (0, False))
         return follows_config and self._settings.options.layout.num_parts is not None
@@ -219,9 +219,9 @@ class DataSources(ABC):
             source.reseed(seed, loader_seeds.get(name))
 
     def repartition(self) -> None:
-        context, config_batch = self._settings.context, self._settings.config_batch
+        context, config_size = self._settings.context, self._settings.config_size
         for source in self._sources.values():
-            source.repartition(context.world_size, context.world_rank, config_batch)
+            source.repartition(context.world_size, context.world_rank, config_size)
 
 
 class GeneratorFunction:

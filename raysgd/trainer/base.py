@@ -91,7 +91,7 @@ class OperatorTrainer(TrainerInfo):
         self._keeps_batch = True
         if options.config.get(BATCH_SIZE) is not None:
             request = ApplyOperatorRequest(
-                function=lambda op: op._train_state.data.keeps_requested_batch
+                function=lambda op: op._train_state.data.keeps_requested_size
             )
             self._keeps_batch = dispatcher.run(request, rank=0, allows_any_size=True)[0]
 
