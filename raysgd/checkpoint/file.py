@@ -7,6 +7,7 @@ import io
 import os
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
@@ -186,7 +187,7 @@ def _read(
 
 
 def _without_tensors(tree: Any) -> Any:
-    if isinstance(tree, dict):
+    if type(tree) in (dict, OrderedDict):
         return {key: _without_tensors(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(map(_without_tensors, tree))
