@@ -134,8 +134,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
         CheckpointError: if the file is missing, of a newer format, or its end is damaged.
     """
     source = Location(path)
-    with source.open(whole=False) as file:
-        return verify(file, source.label, whole=False)
+    with source.open(downloads=False) as file:
+        return verify(file, source.label, checks_content=False)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:

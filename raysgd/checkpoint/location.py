@@ -77,12 +77,12 @@ class Location:
             raise CheckpointError(f"Cannot save to {self.label}: {reason}") from error
 
     @contextlib.contextmanager
-    def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
-        """Open the file for reading. With `whole`, download it first."""
+    def open(self, downloads: bool = True) -> Iterator[IO[bytes]]:
+        """Open the file for reading. Download it first, unless not `downloads`."""
         with self._file_system("load") as (fs, path), contextlib.ExitStack() as stack:
             if self.is_local:
                 check_regular(Path(path))
-            if whole and not self.is_local:
+            if downloads and not self.is_local:
                 local = stack.enter_context(_scratch_file())
                 fs.get_file(path, str(local))
                 yield stack.enter_context(local.open("rb"))

@@ -142,15 +142,15 @@ def _hash(file: IO[bytes], start: int, end: int) -> bytes:
     return hasher.digest()
 
 
-def verify(file: IO[bytes], label: str, whole: bool = True) -> Manifest | None:
+def verify(file: IO[bytes], label: str, checks_content: bool = True) -> Manifest | None:
     """Check a checkpoint for damage and return its manifest.
 
     Return None for a file without a seal, which only PyTorch or an older library wrote. Without
-    `whole`, check only the manifest. `label` is the name in messages.
+    `checks_content`, check only the manifest. `label` is the name in messages.
     """
     try:
         compute_digest, digest = _digest_in(file)
-        if digest and whole and digest != compute_digest(file):
+        if digest and checks_content and digest != compute_digest(file):
             raise CheckpointError("the file is damaged: its SHA-256 has changed.")
         if not digest and not is_archive(file):
             return None

@@ -191,7 +191,7 @@ class TFTrainer(OperatorTrainer):
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a file. This is the older name of `load`."""
-        with Location(path).open(whole=False) as file:
+        with Location(path).open(downloads=False) as file:
             is_pickle = file.read(1) == pickle.PROTO
         if is_pickle:
             raise CheckpointError(

@@ -16,11 +16,11 @@ from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, flip, state_at
 
 
-def found(content, whole=True):
+def found(content, checks_content=True):
     """Verify a content and return its manifest."""
     with tempfile.TemporaryFile(buffering=0) as file:
         file.write(content)
-        return verify(file, "x.pt", whole)
+        return verify(file, "x.pt", checks_content)
 
 
 def sealed(state=STATE):
@@ -51,7 +51,7 @@ def damaged(content, place, bits):
 @pytest.mark.parametrize("bits", [0x01, 0x20])
 def test_no_flipped_byte_of_a_small_file_passes(bits):
     """Flip each byte in turn. The bit 0x20 changes the case of letters in a hash."""
-    assert found(SMALL).epoch == found(SMALL, whole=False).epoch == 2
+    assert found(SMALL).epoch == found(SMALL, checks_content=False).epoch == 2
     for place in range(len(SMALL)):
         check(damaged(SMALL, place, bits))
 
@@ -108,9 +108,9 @@ def test_an_archive_that_unpacks_to_more_than_its_size_does_not_pass():
 # ---- errors that name the file
 
 
-def manifest_of(path, whole=True):
+def manifest_of(path, checks_content=True):
     with path.open("rb") as file:
-        return verify(file, str(path), whole)
+        return verify(file, str(path), checks_content)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_damage_to_the_content_is_found_where_all_of_it_is_checked(path):
     flip(path, path.stat().st_size // 4)
     with pytest.raises(CheckpointError, match=r"Cannot load .*state\.pt: the file is damaged: "):
         manifest_of(path)
-    assert manifest_of(path, whole=False).operator == "Digits"
+    assert manifest_of(path, checks_content=False).operator == "Digits"
 
 
 def test_a_flipped_byte_is_found_in_each_part(tmp_path, monkeypatch):
@@ -166,9 +166,9 @@ def test_parts_are_hashed_while_they_are_written(tmp_path, monkeypatch):
 
 def test_damage_to_the_manifest_is_found_either_way(path):
     flip(path, path.read_bytes().find(b'"operator"') + 1)
-    for whole in (True, False):
+    for checks_content in (True, False):
         with pytest.raises(CheckpointError, match=r"Cannot load .*state\.pt: the file .*damaged"):
-            manifest_of(path, whole)
+            manifest_of(path, checks_content)
 
 
 def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path):
