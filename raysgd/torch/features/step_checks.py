@@ -46,6 +46,9 @@ class StepChecks(StepFeature):
         self._watch_gradients(self._precision.scales_loss)
 
     def before_commit(self, update: Update) -> None:
+        self.check_has_stepped(update)
+
+    def check_has_stepped(self, update: Update) -> None:
         """Reject an update of several micro-batches without a step of an optimizer."""
         if update.losses.num_earlier and not update.optimizer_steps.done:
             self._reject("train_batch makes no update in the last batch of a group")

@@ -145,7 +145,7 @@ class UserWrappedGradients(GroupGradients):
         self._set_sync(True)
 
     def roll_back(self, update: Update) -> None:
-        self.commit(update)
+        self._set_sync(True)
 
 
 class ReplicatedGradients(UserWrappedGradients):
@@ -225,6 +225,11 @@ class ReplicatedGradients(UserWrappedGradients):
 
     def commit(self, update: Update) -> None:
         super().commit(update)
+        for passes in self._passes:
+            passes.end_update()
+
+    def roll_back(self, update: Update) -> None:
+        super().roll_back(update)
         for passes in self._passes:
             passes.end_update()
 
