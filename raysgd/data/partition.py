@@ -115,7 +115,7 @@ class EpochPartition:
             offset += size
 
     def num_batches(self) -> int:
-        """Return the number of this worker's batches in an epoch."""
+        """Return the number of steps of an epoch, or of this worker's batches in validation."""
         return self.num_steps() if self.training else len(self._own_starts(0, self.end(0)))
 
     def _own_starts(self, offset: int, end: int) -> range:

@@ -89,7 +89,7 @@ class Call:
     """Collects what the workers measure while the call runs. By default, they release it."""
     on_begin: Callable[[Call, Reached], None] = lambda call, position: None
     """Prepares the first attempt, or one after a save. ``train`` computes its goal here."""
-    began_at: Reached | None = None
+    first_position: Reached | None = None
     """Where the first attempt of ``train`` began."""
     replay: Callable[[Reached], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""

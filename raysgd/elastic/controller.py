@@ -26,7 +26,7 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.group_forming import GroupForming
-from raysgd.elastic.policies import Policy, choose_leader
+from raysgd.elastic.policies import Policy, newest_progress
 from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
 from raysgd.elastic.supervision import Supervision
 
@@ -189,7 +189,7 @@ class Controller:
                 assert self._supervision.attempt is not None
                 context.commands.interrupt(self._supervision.attempt)
                 if reached := context.commands.ask_progress().values():
-                    journal.progress = choose_leader(reached)
+                    journal.progress = newest_progress(reached)
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):
@@ -205,7 +205,7 @@ class Controller:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
                     known = journal.progress, self._supervision.progress_before
-                    journal.progress = choose_leader(known)
+                    journal.progress = newest_progress(known)
                 raise journal.failure(context.call, why, *next(iter(lost.items()), ()))
         return None
 

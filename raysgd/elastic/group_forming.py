@@ -19,7 +19,7 @@ from raysgd.elastic.commands import ANSWER_S
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.journal import list_ranks
-from raysgd.elastic.policies import assign_contexts, backoff_s, choose_members, must_hand_over
+from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, must_hand_over
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -54,13 +54,13 @@ class GroupForming:
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
-            return self._discard_lost(lost)
+            return self._discard_replacements_among(lost)
         joining, leaving = self._context.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
-        if isinstance(event := self._discard_lost(lost), state_machine.WorkersLost):
+        if isinstance(event := self._discard_replacements_among(lost), state_machine.WorkersLost):
             return event
         self._context.share_balancer.observe(answers)
-        leader, staying = choose_members({m: answers[m] for m in self._group.members}, leaving)
+        leader, staying = choose_leader({m: answers[m] for m in self._group.members}, leaving)
         self._journal.progress = progress = answers[leader]
         # Without a snapshot, remote workers start again from `setup`.
         can_restart = self._context.snapshots.receive() or not self._group.options.is_inline
@@ -93,7 +93,7 @@ class GroupForming:
         if attempt.has_failed:
             # If no worker is lost, discard all replacements, because one may be the cause.
             if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
-                return self._discard_lost(lost)
+                return self._discard_replacements_among(lost)
             error = attempt.make_error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
@@ -179,7 +179,7 @@ class GroupForming:
         joining = self._scale_up.ready_workers()
         _, lost = self._commands.probe_or_kill(joining)
         if lost:
-            self._discard_lost(lost)
+            self._discard_replacements_among(lost)
             return False
         members = self._group.sort_by_node(sorted(joining, key=lambda member: member.remote))
         self._journal.ranks = {member: rank for rank, member in enumerate(members)}
@@ -227,7 +227,7 @@ class GroupForming:
         are_used = bool(self._group.members) or not self._context.policy.process_can_rejoin
         self._group.members.clear()
         _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
-        self._discard_lost(attempt.lost | lost)
+        self._discard_replacements_among(attempt.lost | lost)
         if are_used:
             self._scale_up.discard(members)
         self._scale_up.set_up_alone()
@@ -235,8 +235,8 @@ class GroupForming:
 
     # ---- both
 
-    def _discard_lost(self, lost: state_machine.Losses) -> state_machine.GroupEvent:
-        """Discard lost replacement workers, and return the event of the lost members."""
+    def _discard_replacements_among(self, lost: state_machine.Losses) -> state_machine.GroupEvent:
+        """Return WorkersLost with the members among the lost, or FormingFailed if there is none."""
         members = {m: e for m, e in lost.items() if not self._scale_up.discard_failed(m, e)}
         return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()
 

@@ -74,7 +74,7 @@ def assign_contexts(
     return [contexts[rank] for rank in range(len(infos))]
 
 
-def choose_leader(progress: Iterable[Progress]) -> Progress:
+def newest_progress(progress: Iterable[Progress]) -> Progress:
     """Return the progress of the first worker among those with the most committed steps.
 
     A survivor may have finished the step in which another worker failed. A damaged state counts
@@ -87,7 +87,7 @@ def _seniority(progress: Progress) -> tuple[bool, int]:
     return progress.holdings.condition == "good", progress.position.global_step
 
 
-def choose_members(
+def choose_leader(
     progress: Mapping[_Member, Progress], leaving: Collection[_Member]
 ) -> tuple[_Member, list[_Member]]:
     """Return the member whose state counts, and the members that stay.
@@ -96,9 +96,9 @@ def choose_members(
 
     >>> from raysgd._internal.progress import Reached
     >>> five, six = (Progress(Reached(global_step=step)) for step in (5, 6))
-    >>> choose_members({"a": five, "b": five}, {"a"})
+    >>> choose_leader({"a": five, "b": five}, {"a"})
     ('b', ['b'])
-    >>> choose_members({"a": six, "b": five}, {"a"})
+    >>> choose_leader({"a": six, "b": five}, {"a"})
     ('a', ['a', 'b'])
     """
     seniority = {member: _seniority(each) for member, each in progress.items()}

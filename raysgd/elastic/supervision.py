@@ -17,7 +17,7 @@ from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health_monitor import HealthMonitor
-from raysgd.elastic.policies import choose_leader, pause_step
+from raysgd.elastic.policies import newest_progress, pause_step
 from raysgd.elastic.state_machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
 from raysgd.errors import CollectiveError
 
@@ -100,7 +100,7 @@ class Supervision:
             assert self._replay is not None
             return self._replay
         if action.sets_goal:
-            newest = choose_leader([self._journal.progress, self.progress_before])
+            newest = newest_progress([self._journal.progress, self.progress_before])
             call.on_begin(call, newest.position)
         return call
 
@@ -136,7 +136,7 @@ class Supervision:
         call.log_points.add(progress, self._group.members)
         self._journal.progress = polled or self._journal.progress
         if progress:
-            self._journal.progress = choose_leader(list(progress.values()))
+            self._journal.progress = newest_progress(list(progress.values()))
             self._context.advance(progress)
         if attempt.has_failed:
             return self._failure(call, attempt)
@@ -204,7 +204,7 @@ class Supervision:
                 continue  # the workers wait for the network too
             progress = self._ask_progress(call)
             if progress:
-                newest = choose_leader([p for p in (newest, *progress.values()) if p])
+                newest = newest_progress([p for p in (newest, *progress.values()) if p])
             if call.has_batches:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:

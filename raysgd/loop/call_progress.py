@@ -26,7 +26,7 @@ class CallState:
     scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
     last_validation: tuple[int, int] | None = None  # newest call of ``validate``, and its offset
     last_log_step: int = 0  # step of the newest point
-    keeps_modes: bool = False  # the newest segment paused, so models keep their train or eval modes
+    has_paused: bool = False  # the newest segment paused, so models keep their train or eval modes
     ended_early: bool = False  # before its goal, because a loss was not finite
     extra_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
     merged_segments: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)

@@ -174,7 +174,7 @@ class Loop:
         if train_state.global_step == segment.start_step and not segment.has_paused:
             self._handle_empty_segment(segment, request.until_epoch or 0)
         train_state.end_segment()
-        self.call_progress.state.keeps_modes = segment.has_paused
+        self.call_progress.state.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
             self._rest = None
@@ -187,9 +187,9 @@ class Loop:
         elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.began_at = train_state.global_step
         train_state.position.call_began_at = call.began_at
-        train_state.keeps_modes = call.keeps_modes
+        train_state.keeps_modes = call.has_paused
         train_state.user_set_step = train_state.update.meters = None
-        call.keeps_modes = False
+        call.has_paused = False
         self.snapshots.maybe_take(is_collective=True)
         train_state.resume_modes()
         after_commit: list[Callable[[], None]] = []

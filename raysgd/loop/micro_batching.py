@@ -36,7 +36,7 @@ class MicroBatching(StepFeature):
         self.may_split = False  # the loop of the segment in progress takes micro-batches
         self.split = 1  # micro-batches per batch; more than 1 after memory ran out
 
-    def refuse(self, why: str, remedy: str = _ONCE) -> None:
+    def refuse_split(self, why: str, remedy: str = _ONCE) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
         if fixed_by := self._settings.options.layout.fixed_by:
             raise RuntimeError(f"{why}. With {fixed_by}, {remedy}")

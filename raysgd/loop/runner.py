@@ -83,7 +83,7 @@ class OperatorRunner(Runner, ABC):
         if not is_leader:
             train_state.data.set_batch_size(state["batching"])
             if why := state["why_not_split"]:
-                train_state.micro_batching.refuse(why)
+                train_state.micro_batching.refuse_split(why)
         follows = train_state.replication.loads_leader_state(is_leader, train_state.is_new)
         loop.saved_state.copy_from(leader_rank, follows)
         if follows:

@@ -1,4 +1,4 @@
-"""Features of training steps: replication, and updates with averages of the weights."""
+"""Features of training steps: `ReplicaSync`, and `KerasOptimization` with averages of weights."""
 
 from __future__ import annotations
 
@@ -102,14 +102,16 @@ class KerasOptimization(StepFeature):
 
     def begin_micro_batch(self, update: Update) -> None:
         if update.losses.num_earlier < update.index:
-            self._train_state.micro_batching.refuse("train_batch does not call self.minimize()")
+            self._train_state.micro_batching.refuse_split(
+                "train_batch does not call self.minimize()"
+            )
 
     def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over workers and update, or add them up until the last micro-batch."""
         collectives, update = self._train_state.collectives, self._train_state.update
         if update.optimizer_steps.requested:
             why = "train_batch calls self.minimize() several times"
-            self._train_state.micro_batching.refuse(why)
+            self._train_state.micro_batching.refuse_split(why)
         update.optimizer_steps.requested.add(id(optimizer))
         weight = update.losses.add(LossCount(), collectives.size).loss
         if weight != 1.0:

@@ -152,12 +152,12 @@ class Dispatcher:
         finally:
             call.on_wait = call.log_points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
-        assert call.began_at is not None
+        assert call.first_position is not None
         reached, speed = controller.journal.reached, controller.speed.end_lap("train")
         results += [outcome.value() for outcome in call.departed_results]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, reached.epoch_samples)
-        return CallResult(results, merged, reached.epoch > call.began_at.epoch, last_call)
+        return CallResult(results, merged, reached.epoch > call.first_position.epoch, last_call)
 
     def _set_goal(
         self, request: TrainRequest, num_steps: int | None, call: Call, position: Reached
@@ -166,7 +166,7 @@ class Dispatcher:
 
         `num_steps` is the number of steps to train. None means the rest of the epoch.
         """
-        start = call.began_at = call.began_at or position
+        start = call.first_position = call.first_position or position
         pause = self.callback_list.schedule_pause(position.global_step, call.must_save_soon)
         if num_steps is None:
             request = replace(request, until_epoch=start.epoch + 1)
@@ -188,10 +188,8 @@ class Dispatcher:
         speed = self.controller.speed.end_lap("step", {m: timing[m].timing for m in members})
         call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
         # Until `on_log` returns, the trainer has the epoch and the step of the point.
-        committed, position = (
-            journal.progress,
-            Reached(newest.epoch, False, newest.global_step),
-        )
+        committed = journal.progress
+        position = Reached(epoch=newest.epoch, global_step=newest.global_step)
         journal.progress = Progress(position, updates=committed.updates)
         try:
             measured = [each.value() if isinstance(each, Parcel) else each for each in packed]

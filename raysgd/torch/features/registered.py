@@ -37,7 +37,7 @@ class RegisteredObjects:
         self.update, self.timing, self.collectives = owner.update, owner.timing, owner.collectives
         self.precision = PRECISIONS[self.options.use_fp16](self.device, self.options.amp_dtype)
         self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
-        self.refuse_split = self.micro_batching.refuse
+        self.refuse_split = self.micro_batching.refuse_split
         # All features, in the order of their hooks, and those that override a hook of an update.
         self.features, self.features_with = owner.features, owner.features_with
         # `register` sets these, in this order. After ``setup``, `models` has wrappers of user code.

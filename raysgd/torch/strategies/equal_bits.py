@@ -11,7 +11,7 @@ Elsewhere, code asks for what the mode changes, not for its name:
 - ``options.layout``: the strategy (`mode_of`), the parts of each step (`EpochPartition`), seeds for
   samples and user code (`PartitionedLoader`), the batch size in the config of a worker
   (`OperatorRunner`) and its error (`Options`), and errors for batches that must not be split
-  (`MicroBatching.refuse`). `wrap_loader` groups no iterable data sets into parts: an error of
+  (`MicroBatching.refuse_split`). `wrap_loader` groups no iterable data sets into parts: an error of
   `TorchSources` replaces the warning of `DataSources`.
 - ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
@@ -130,9 +130,12 @@ class EqualBitsGradients(GroupGradients):
     # ---- hooks of a step
 
     def begin_call(self, logs_steps: bool) -> None:
-        self.end_epoch(self._registered.position.epoch)
+        self._seed_user_code(self._registered.position.epoch)
 
     def end_epoch(self, epoch: int) -> None:
+        self._seed_user_code(epoch)
+
+    def _seed_user_code(self, epoch: int) -> None:
         """Seed the generators for code of the next ``train_epoch`` before its first batch."""
         seed_all(hash((self._registered.position.seed, epoch)))
 

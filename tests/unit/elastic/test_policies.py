@@ -11,7 +11,7 @@ from raysgd.elastic.policies import (
     assign_contexts,
     backoff_s,
     choose_leader,
-    choose_members,
+    newest_progress,
     pause_step,
 )
 
@@ -58,7 +58,7 @@ STEPS = [Progress(Reached(0, False, n), holdings=each) for n in (5, 6) for each 
 
 @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=4), st.frozensets(st.integers(0, 3)))
 def test_no_committed_step_is_discarded(progress, leaving):
-    leader, staying = choose_members(dict(enumerate(progress)), leaving)
+    leader, staying = choose_leader(dict(enumerate(progress)), leaving)
     steps = [each.position.global_step for each in progress]
     whole = [step for step, p in zip(steps, progress, strict=True) if p.holdings == Holdings()]
     assert steps[leader] == max(whole or steps)
@@ -69,7 +69,7 @@ def test_no_committed_step_is_discarded(progress, leaving):
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_the_leader_is_the_lowest_rank_with_most_steps(steps):
     progress = [Progress(Reached(global_step=step)) for step in steps]
-    assert choose_leader(progress) is progress[steps.index(max(steps))]
+    assert newest_progress(progress) is progress[steps.index(max(steps))]
 
 
 # ---- waiting
