@@ -377,22 +377,16 @@ def without_states(loader: Any) -> Any:
     """Return a DataLoader in place of torchdata's, whose samplers count the epochs of a process."""
     if type(loader).__module__ != "torchdata.stateful_dataloader.stateful_dataloader":
         return loader
-    batches = loader.batch_sampler
-    if type(batches).__module__.startswith("torchdata."):
-        sampler = _without_state(batches.sampler)
+    sampler, batches = loader.sampler, loader.batch_sampler
+    has_own = type(batches).__module__.startswith("torchdata.")
+    if has_own:
+        sampler = batches.sampler
+    is_divided = isinstance(sampler, DistributedSampler)  # user code may call its set_epoch
+    if type(sampler).__module__.startswith("torchdata.") and not is_divided:
+        sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
+    if has_own:
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    sampler = _without_state(loader.sampler)
     return clone(loader, __class__=DataLoader, sampler=sampler, batch_sampler=batches)
-
-
-def _without_state(sampler: Any) -> Any:
-    if not type(sampler).__module__.startswith("torchdata."):
-        return sampler
-    if isinstance(sampler, DistributedSampler):
-        sampler = copy.copy(sampler)
-        sampler.__class__ = DistributedSampler
-        return sampler
-    return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
 
 
 def _unpartition(loader: DataLoader[Any]) -> DataLoader[Any]:
