@@ -43,7 +43,7 @@ class BatchLosses:
     def __init__(
         self, model: Any, criterion: Any, metrics: Any, class_weight: Mapping[Any, float]
     ) -> None:
-        self._model, self.compiled_at_register = model, compiled_objects(model)
+        self._model = model
         self.criterion: Any = None if criterion is None else MeanLoss(criterion, model)
         self._metrics = BatchMetrics(model, metrics)
         self._class_weight = class_weight

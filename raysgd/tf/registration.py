@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import keras
@@ -48,6 +49,9 @@ def register(
     if any(model.run_eagerly for model in train_state.models):
         tf.config.run_functions_eagerly(True)
     model = train_state.models[0]
+    of_model = [each is None for each in (optimizers, criterion, metrics)]
+    train_state.taken = lambda: [*itertools.compress(compiled_objects(model), of_model)]
+    train_state.taken_at_register = train_state.taken()
     if optimizers is None:
         optimizers = getattr(model, "optimizer", None)
         if optimizers is None or isinstance(models, list | tuple):
@@ -100,9 +104,9 @@ def _as_optimizer(train_state: KerasTrainState, optimizer: Any) -> Any:
 def build_registered(train_state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
     models, data = train_state.models, train_state.data
-    if models and compiled_objects(models[0]) != train_state.losses.compiled_at_register:
+    if train_state.taken() != train_state.taken_at_register:
         raise RuntimeError(
-            "setup compiled a model after register(), which had taken its optimizer, loss, and "
+            "setup compiled a model after register(), which had taken its optimizer, loss, or "
             "metrics. Call compile() first."
         )
     # `build` of a subclassed model may leave its layers unbuilt.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -48,6 +48,8 @@ class KerasTrainState(TrainState):
         self.collectives: KerasCollectives = create_collectives(settings)
         self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training
+        self.taken: Callable[[], list[Any]] = list  # what `register` has taken from compile()
+        self.taken_at_register: list[Any] = []
         self.setup_arguments: list[Any] = []  # of compile(): constants of the graphs
         self.attributes: Mapping[str, Any] = {}  # of the operator
         self.setup_objects: Mapping[str, Any] = {}  # those that are registered, when `setup` ended

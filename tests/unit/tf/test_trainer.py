@@ -307,15 +307,19 @@ def test_another_phase_of_training_is_an_error_that_names_the_way(change):
         assert all((a == b).all() for a, b in zip(weights, found, strict=True))
 
 
-def test_a_model_is_compiled_before_it_is_registered():
+@pytest.mark.parametrize("given", [{}, {"optimizers": "sgd"}, {"criterion": "mse"}])
+def test_a_model_is_compiled_before_register_takes_its_objects(given):
     class Late(Digits):
         def register(self, models, **others):
-            registered = super().register(models, **others)
             models.compile("sgd", "mse")
-            return registered
+            super().register(models, **given)
+            models.compile("sgd", "mse")
+            return models, None, None, None
 
     with pytest.raises(RuntimeError, match=r"after register.*Call compile\(\) first"):
         TFTrainer(training_operator_cls=Late, config={}, use_local=True)
+    given = {"optimizers": "sgd", "criterion": "mse"}
+    TFTrainer(training_operator_cls=Late, config={}, use_local=True).shutdown()
 
 
 def test_batch_idx_counts_in_the_call_across_pauses():
