@@ -167,7 +167,7 @@ def _run_script(code, arguments, environment, into, out):
     sys.stdin, sys.stdout, sys.argv = os.fdopen(0, closefd=False), stdout, arguments
     os.environ.clear()
     os.environ.update(environment)
-    measure(os.environ["PYTEST_CURRENT_TEST"])  # the server began in another test
+    measure(os.environ.get("PYTEST_CURRENT_TEST", ""))  # the server began in another test
     try:
         exec(compile(code, "script", "exec"), {"__name__": "__main__"})
     except Exception:

@@ -106,7 +106,9 @@ def processes(size, timeout_s=60):
         number = next(numbers)
         if not ranks:
             ranks.extend(Script(RANK + PLAY, rank, number, store.port) for rank in range(size))
-        store.set(f"cases/{number}", pickle.dumps((os.environ["PYTEST_CURRENT_TEST"], case)))
+        store.set(
+            f"cases/{number}", pickle.dumps((os.environ.get("PYTEST_CURRENT_TEST", ""), case))
+        )
         keys = [f"results/{number}/{rank}" for rank in range(case.num_workers)]
         try:
             store.wait(keys)
