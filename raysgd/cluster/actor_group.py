@@ -56,10 +56,10 @@ class ActorGroup:
     def watch_hosts(self, driver_grace_s: float, stops_calls: bool) -> None:
         """Watch the hosts of workers that start after this call. See `HostMonitor`."""
 
-        def is_any_reached() -> bool:
-            return any(member.is_reached for member in list(self._slots))
+        def is_any_reachable() -> bool:
+            return any(member.is_reachable for member in list(self._slots))
 
-        self._monitor = HostMonitor(driver_grace_s, stops_calls, is_any_reached)
+        self._monitor = HostMonitor(driver_grace_s, stops_calls, is_any_reachable)
 
     def detect_cut_off(self) -> bool:
         """Whether the driver's own host has lost its network connection."""

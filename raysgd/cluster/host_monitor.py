@@ -79,7 +79,7 @@ class HostWatch:
         self.address = listener.expect(self._watch)
 
     @property
-    def is_reached(self) -> bool:
+    def is_reachable(self) -> bool:
         """Whether the host responds and the worker has been connected for a while."""
         connection = self._connection
         # After a network failure of the driver's host, the workers reconnect at different times.
@@ -113,7 +113,7 @@ class HostWatch:
             waited_s = time.monotonic() - ended_at
             may_return = not is_silent and waited_s < _RECONNECT_S
             is_over = waited_s >= self._monitor.driver_grace_s
-            if is_over or (not may_return and self._monitor.is_any_reached()):
+            if is_over or (not may_return and self._monitor.is_any_reachable()):
                 cause = "its host closed the connection to the driver"
                 if is_silent:
                     seconds = _SILENCE_S + waited_s
@@ -130,15 +130,15 @@ class HostMonitor:
     Args:
         driver_grace_s: seconds that driver and workers wait for each other.
         stops_calls: whether a worker that cannot reach the driver stops its call.
-        is_any_reached: whether the driver reaches any worker, including workers on its own host.
+        is_any_reachable: whether the driver reaches any worker, including workers on its own host.
     """
 
     def __init__(
-        self, driver_grace_s: float, stops_calls: bool, is_any_reached: Callable[[], bool]
+        self, driver_grace_s: float, stops_calls: bool, is_any_reachable: Callable[[], bool]
     ) -> None:
         self.driver_grace_s = driver_grace_s
         self.stops_calls = stops_calls
-        self.is_any_reached = is_any_reached
+        self.is_any_reachable = is_any_reachable
         self._listeners: dict[str, Listener] = {}
         self._is_cut_off = False
 

@@ -45,8 +45,8 @@ class WorkerHandle(ABC):
         self.info = info
 
     @property
-    def is_reached(self) -> bool:
-        return bool(self.info.node_ip) if self.watch is None else self.watch.is_reached
+    def is_reachable(self) -> bool:
+        return bool(self.info.node_ip) if self.watch is None else self.watch.is_reachable
 
     def may_be_alive(self, error: BaseException) -> bool:
         """Return whether the worker may be alive although Ray raised this error."""

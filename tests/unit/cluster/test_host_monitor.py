@@ -30,9 +30,9 @@ class Watched:
     """A watch, and a flag for whether the driver reaches another worker."""
 
     def __init__(self, listener, driver_grace_s=60.0):
-        self.is_any_reached = False
+        self.is_any_reachable = False
         self.lost = Future()
-        self.monitor = HostMonitor(driver_grace_s, True, lambda: self.is_any_reached)
+        self.monitor = HostMonitor(driver_grace_s, True, lambda: self.is_any_reachable)
         self.watch = HostWatch(HOST, self.lost.set_result, self.monitor, listener)
 
 
@@ -108,7 +108,7 @@ def test_a_worker_on_a_silent_host_is_lost_if_another_is_reached(watched):
     follow_silent(watched.watch)
     wait_until(lambda: watched.watch.is_silent)
     assert not watched.lost.done()
-    watched.is_any_reached = True
+    watched.is_any_reachable = True
     error = watched.lost.result(20)
     said = re.search(r"its host 10\.0\.0\.7 has not answered the driver for ([\d.]+) s", str(error))
     assert float(said[1]) >= 4
@@ -126,13 +126,13 @@ def test_a_worker_that_reconnects_is_not_silent_any_more(watched):
     wait_until(lambda: watched.watch.is_silent)
     with connect(watched.watch.address, 5.0):
         wait_until(lambda: not watched.watch.is_silent)
-        watched.is_any_reached = True
-        wait_until(lambda: watched.watch.is_reached)
+        watched.is_any_reachable = True
+        wait_until(lambda: watched.watch.is_reachable)
         assert not watched.lost.done()
 
 
 def test_worker_that_does_not_reconnect_is_lost(watched):
-    watched.is_any_reached = True
+    watched.is_any_reachable = True
     with connect(watched.watch.address, 5.0):
         wait_until(lambda: watched.watch._connection is not None)
         closed = time.monotonic()
@@ -145,12 +145,12 @@ def test_worker_that_does_not_reconnect_is_lost(watched):
 
 def test_a_host_counts_as_reached_only_after_a_while(watched, monkeypatch):
     monkeypatch.setattr(module, "_RECONNECT_S", 3600.0)
-    assert not watched.watch.is_reached
+    assert not watched.watch.is_reachable
     with connect(watched.watch.address, 5.0):
         wait_until(lambda: watched.watch._connection is not None)
-        assert not watched.watch.is_reached
+        assert not watched.watch.is_reachable
         monkeypatch.setattr(module, "_RECONNECT_S", 0.0)
-        assert watched.watch.is_reached
+        assert watched.watch.is_reachable
 
 
 def test_workers_on_the_drivers_host_are_not_watched(watched):

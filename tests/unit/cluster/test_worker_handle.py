@@ -220,8 +220,8 @@ def test_worker_that_ray_cannot_reach_may_live_if_its_host_is_watched(member, st
 
 
 def test_worker_is_reached_on_the_host_of_the_driver_once_its_host_is_known(member):
-    assert InlineHandle().is_reached
-    assert member.is_reached
-    assert not ActorHandle(Actor()).is_reached
-    member.watch = SimpleNamespace(is_reached=False)
-    assert not member.is_reached
+    assert InlineHandle().is_reachable
+    assert member.is_reachable
+    assert not ActorHandle(Actor()).is_reachable
+    member.watch = SimpleNamespace(is_reachable=False)
+    assert not member.is_reachable
