@@ -51,7 +51,7 @@ class DriverContext:
 
         They use the progress of the members that answered, which is empty before a call.
         """
-        self.snapshots.fetch_newer(progress)
+        self.snapshots.request_newer(progress)
         self.preemption.observe(progress)
         self.scale_up.advance_if_allowed()
         self.share_balancer.observe(progress)

@@ -70,7 +70,7 @@ class SnapshotKeeper:
             self._warn_of_disk(error)
             return functools.partial(packed.value, copies=False)  # stays in memory
 
-    def fetch_newer(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def request_newer(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot from the members, without waiting."""
         self.receive()
         if len(progress) < max(len(self._group.members), 1):

@@ -377,7 +377,7 @@ def test_a_restart_of_all_workers_returns_to_even_shares(world, mixed):
 def test_snapshots_are_fetched_in_the_order_of_ranks(world, monkeypatch):
     controller, polled = world.drive(3).controller, []
     world.workers.reverse()  # the last rank returns first
-    monkeypatch.setattr(controller.snapshots, "fetch_newer", lambda p: polled.append([*p]))
+    monkeypatch.setattr(controller.snapshots, "request_newer", lambda p: polled.append([*p]))
     run_until(controller, 5)
     assert polled[-1] == controller.members
 

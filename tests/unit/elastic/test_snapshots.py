@@ -56,11 +56,11 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
     """For example, a scheduler has received a metric in between."""
     member = FakeMember()
     for step, state in ((5, "before"), (None, ""), (5, "after")):
-        keeper.fetch_newer({member: at(step)})
+        keeper.request_newer({member: at(step)})
         if step is not None:
             member.send(state)
     assert keeper.load() == "after"
-    keeper.fetch_newer({member: at(5)._replace(snapshot=SnapshotStatus(5, 1))})
+    keeper.request_newer({member: at(5)._replace(snapshot=SnapshotStatus(5, 1))})
     member.send("after that")
     assert keeper.load() == "after that"
 
@@ -72,15 +72,15 @@ def divided(step):
 def test_shards_of_one_step_are_fetched_together():
     keeper = make_keeper(2)
     one, other = FakeMember(), FakeMember()
-    keeper.fetch_newer({one: divided(4)})  # the other has not answered
-    keeper.fetch_newer({one: divided(4), other: divided(3)})
+    keeper.request_newer({one: divided(4)})  # the other has not answered
+    keeper.request_newer({one: divided(4), other: divided(3)})
     assert one.asked == other.asked == []
-    keeper.fetch_newer({one: divided(4), other: divided(4)})
+    keeper.request_newer({one: divided(4), other: divided(4)})
     one.send({"step": 4, "shares": "a"})
     assert keeper.load() is None
     other.send({"step": 4, "shares": "b"})
     assert keeper.load() == {"step": 4, "shares": ["a", "b"]}
-    keeper.fetch_newer({one: divided(5), other: divided(5)})
+    keeper.request_newer({one: divided(5), other: divided(5)})
     one.send({"step": 5, "shares": "a"})
     other.asked[-1].set_result(None)  # its snapshot is of a later step
     assert keeper.load()["step"] == 4
@@ -88,34 +88,34 @@ def test_shards_of_one_step_are_fetched_together():
 
 def test_a_snapshot_is_fetched_once_and_one_at_a_time(keeper):
     member = FakeMember()
-    keeper.fetch_newer({member: at(0)})
-    keeper.fetch_newer({member: at(0)})
-    keeper.fetch_newer({member: at(5)})
+    keeper.request_newer({member: at(0)})
+    keeper.request_newer({member: at(0)})
+    keeper.request_newer({member: at(5)})
     assert len(member.asked) == 1
     member.send({"step": 0})
-    keeper.fetch_newer({member: at(0)})
+    keeper.request_newer({member: at(0)})
     assert len(member.asked) == 1
-    keeper.fetch_newer({member: at(5)})
+    keeper.request_newer({member: at(5)})
     assert len(member.asked) == 2
 
 
 def test_a_worker_may_die_while_it_sends_a_snapshot(keeper):
     first, second = FakeMember(), FakeMember()
-    keeper.fetch_newer({first: at(0)})
+    keeper.request_newer({first: at(0)})
     first.send({"step": 0})
-    keeper.fetch_newer({first: at(5)})
+    keeper.request_newer({first: at(5)})
     first.asked[-1].set_exception(RuntimeError("the actor died"))
     assert keeper.load() == {"step": 0}
-    keeper.fetch_newer({second: at(5)})
+    keeper.request_newer({second: at(5)})
     second.send({"step": 5})
     assert keeper.load() == {"step": 5}
 
 
 def test_a_loaded_state_replaces_snapshots_even_those_being_fetched(keeper):
     member = FakeMember()
-    keeper.fetch_newer({member: at(5)})
+    keeper.request_newer({member: at(5)})
     member.send({"step": 5})
-    keeper.fetch_newer({member: at(10)})
+    keeper.request_newer({member: at(10)})
     keeper.store({"step": 3})
     assert keeper.load() == {"step": 3}
     member.send({"step": 10})
@@ -142,7 +142,7 @@ class LargeMember(FakeMember):
 
 
 def fetch_all(keeper, member, step):
-    keeper.fetch_newer({member: at(step)})
+    keeper.request_newer({member: at(step)})
     wait_until(lambda: (keeper.receive(), keeper._requested)[1] is None)
 
 
@@ -178,7 +178,7 @@ def test_a_loaded_state_leaves_the_memory_of_the_driver(keeper, size):
 
 def test_a_full_disk_costs_the_new_snapshot_but_not_the_previous_one(keeper, monkeypatch, caplog):
     member = FakeMember()
-    keeper.fetch_newer({member: at(0)})
+    keeper.request_newer({member: at(0)})
     member.send({"step": 0})
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: full)
@@ -214,7 +214,7 @@ class Unreadable:
 def test_a_snapshot_is_not_read_to_know_that_it_exists(keeper):
     member = FakeMember()
     assert not keeper.receive()
-    keeper.fetch_newer({member: at(5)})
+    keeper.request_newer({member: at(5)})
     member.send(Unreadable())
     assert keeper.receive()
     with pytest.raises(ValueError, match="read only for a restart"):
@@ -229,7 +229,7 @@ def test_a_missed_answer_of_rank_0_does_not_repeat_a_snapshot():
         {second: at(None)},
         {first: at(5), second: at(None)},
     ):
-        keeper.fetch_newer(answers)
+        keeper.request_newer(answers)
         if not keeper.receive():
             first.send({"step": 5})
     assert len(first.asked) == 1
@@ -265,9 +265,9 @@ def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(k
     runner.handle(TrainRequest(call_number=0, until_step=2))
     with monkeypatch.context() as patch:
         patch.setattr(member, "control", member.answer_late)
-        keeper.fetch_newer({member: runner.progress()})
+        keeper.request_newer({member: runner.progress()})
     runner.handle(ApplyOperatorRequest(function=set_lr))
-    keeper.fetch_newer({member: runner.progress()})
+    keeper.request_newer({member: runner.progress()})
     assert keeper.load()["optimizers"][0]["param_groups"][0]["lr"] == 0.125
 
 
@@ -278,18 +278,18 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     member = RunnerMember(runner)
     loaded = runner.state_dict()
     runner.handle(TrainRequest(call_number=0, until_step=8))
-    keeper.fetch_newer({member: runner.progress()})
+    keeper.request_newer({member: runner.progress()})
     assert keeper.load()["global_step"] > 1
     runner.load_state_dict(loaded)
     keeper.keep(lambda: loaded)
     if train_after:
         runner.handle(TrainRequest(call_number=1, until_step=train_after))
     for _ in range(2):
-        keeper.fetch_newer({member: runner.progress()})
+        keeper.request_newer({member: runner.progress()})
     assert keeper.load()["global_step"] <= train_after
 
 
 def test_a_worker_in_the_drivers_process_sends_no_snapshots():
     member = FakeMember(remote=False)
-    make_keeper(1).fetch_newer({member: at(5)})
+    make_keeper(1).request_newer({member: at(5)})
     assert member.asked == []
