@@ -132,7 +132,7 @@ class Evaluation:
         train_state = self._train_state
         is_compared = source.step_digest() is not None and train_state.context.world_size > 1
         if is_compared and train_state.collectives.all_reduce_min(int(batches.is_exhausted))[0]:
-            agree_on_samples(source, train_state.collectives)
+            check_same_samples(source, train_state.collectives)
 
     def sanity_check(self, request: ValidateRequest) -> Mapping[str, Any] | None:
         """Validate some batches, restore the state, and return the metrics.
@@ -153,7 +153,7 @@ class Evaluation:
         return metrics
 
 
-def agree_on_samples(source: BatchSource, collectives: Collectives, has_batch: int = 1) -> int:
+def check_same_samples(source: BatchSource, collectives: Collectives, has_batch: int = 1) -> int:
     """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
     if not collectives.all_ranks_equal(source.step_digest() or 0):
         raise RuntimeError(

@@ -29,7 +29,7 @@ from typing import Any
 from raysgd._internal.context import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
-from raysgd.loop.evaluation import Evaluation, agree_on_samples, no_batch
+from raysgd.loop.evaluation import Evaluation, check_same_samples, no_batch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
@@ -227,7 +227,7 @@ class Loop:
             else:
                 agree_on_batch = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
-            agree_on_batch = partial(agree_on_samples, source, train_state.collectives)
+            agree_on_batch = partial(check_same_samples, source, train_state.collectives)
         if self._rest is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         return steps_left, agree_on_batch

@@ -54,7 +54,7 @@ class ReplicaSync(StepFeature):
 
     def end_epoch(self, epoch: int) -> None:
         # Workers with more batches raise an error, and do not wait.
-        agree_on_update(self._train_state)
+        any_rank_lacks_gradient(self._train_state)
 
     def before_export(self) -> None:
         self._compare(after=1)
@@ -123,7 +123,7 @@ class KerasOptimization(StepFeature):
         if not update.in_last_micro_batch:
             return
         lacks_gradient = any(gradient is None for gradient in gradients)
-        if agree_on_update(self._train_state, variables, lacks_gradient):
+        if any_rank_lacks_gradient(self._train_state, variables, lacks_gradient):
             gradients = collectives.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = collectives.mean([gradient for gradient, _ in pairs])
@@ -172,7 +172,7 @@ def _add(left: Any, right: Any) -> Any:
 # ---- comparison of the replicas
 
 
-def agree_on_update(
+def any_rank_lacks_gradient(
     train_state: KerasTrainState, variables: Sequence[Any] = (), lacks_gradient: bool = False
 ) -> bool:
     """Return whether any worker lacks a gradient. Every worker must call this.
