@@ -47,7 +47,7 @@ def with_epoch(loader: Any, epoch: int | None) -> Any:
     return loader
 
 
-def own_ranks(loader: Any) -> tuple[Any, Any] | None:
+def declared_replica(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
     batches = getattr(loader, "batch_sampler", None)
     sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
@@ -93,7 +93,7 @@ class BatchSource:
     ) -> None:
         self.loader = loader
         self.why_not_partitioned = why_not_partitioned
-        if not self.is_partitioned and (by_user or own_ranks(loader) is not None):
+        if not self.is_partitioned and (by_user or declared_replica(loader) is not None):
             self.why_not_partitioned = ""
             self.who_reads = "your code selects the part of each worker"
         self._has_length = has_length and length_of(loader) is not None

@@ -45,13 +45,13 @@ class StepFeature:
 
     # ---- the group of workers
 
-    def start_together(self) -> None:
+    def sync_initial_state(self) -> None:
         """Copy the registered objects of rank 0 to all ranks. Every rank must call this."""
 
     def begin_generation(self) -> None:
         """Prepare for a generation that follows ``setup``, and for its process group.
 
-        The first generation forms before ``setup``, and calls `start_together` instead.
+        The first generation forms before ``setup``, and calls `sync_initial_state` instead.
         """
 
     def receive(self, leader_rank: int) -> Callable[[], None]:

@@ -126,7 +126,7 @@ class OperatorRunner(Runner, ABC):
             train_state.data.check_equal_data(fingerprint)
             saved_state.compare_setup(leader_rank=0)
             for feature in train_state.features:
-                feature.start_together()
+                feature.sync_initial_state()
         if not train_state.context.is_alone:
             self.operator.on_world_change()
 

@@ -13,7 +13,7 @@ from typing import Any
 from raysgd._internal.paths import without_secrets
 from raysgd._internal.provenance import without_homes
 from raysgd.data import Dataset
-from raysgd.data.source import BatchSource, length_of, own_ranks
+from raysgd.data.source import BatchSource, length_of, declared_replica
 from raysgd.loop.options import Settings
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class DataSources(ABC):
         """Warn about loaders that select their part by ranks of an earlier group."""
         context = self._settings.context
         for name, source in self._sources.items():
-            split = None if source.is_partitioned else own_ranks(source.loader)
+            split = None if source.is_partitioned else declared_replica(source.loader)
             if split is None or not isinstance(split[0], int):
                 continue
             size, rank = split

@@ -33,7 +33,7 @@ class ReplicaSync(StepFeature):
         self._trainable: Any = None
         self._num_unchecked = _COMPARED_EVERY  # steps since the last comparison
 
-    def start_together(self) -> None:
+    def sync_initial_state(self) -> None:
         KerasSavedState(self._train_state).copy_from(0, follows=True)
 
     def begin_generation(self) -> None:

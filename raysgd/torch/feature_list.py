@@ -31,7 +31,7 @@ ORDERS = (
     ),
     ("BadStepFilter", "Rollback", "before_optimizer_step: it says what to restore"),
     ("BadStepFilter", "BufferCopies", "commit: it restores the buffers of a bad step"),
-    ("exchange", "ReplicaGuard", "start_together, sync_buffers: all have equal buffers first"),
+    ("exchange", "ReplicaGuard", "sync_initial_state, sync_buffers: all have equal buffers first"),
     ("BufferCopies", "ReplicaGuard", "receive: all have equal buffers first"),
 )
 """The pairs of features whose order matters."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
 
 from raysgd._internal.nested import is_user_object
-from raysgd.data.source import own_ranks
+from raysgd.data.source import declared_replica
 from raysgd.loop.operator_base import as_list
 from raysgd.torch.tensors import ELEMENTWISE, parameters_of
 
@@ -253,7 +253,7 @@ def _has_loader(value: Any, seen: set[int]) -> bool:
             continue
         seen.add(id(item))
         if isinstance(item, DataLoader | _BaseDataLoaderIter):
-            if own_ranks(item) is None and own_ranks(item._index_sampler) is None:
+            if declared_replica(item) is None and declared_replica(item._index_sampler) is None:
                 return True
         elif isinstance(item, FunctionType):  # which refers to its whole module
             objects.append(item.__closure__)

@@ -66,10 +66,10 @@ class ReplicaGuard(StepFeature):
 
     # ---- what changes the group or the state
 
-    def start_together(self) -> None:
+    def sync_initial_state(self) -> None:
         self._contents.record_buffers()
 
-    sync_buffers = start_together
+    sync_buffers = sync_initial_state
 
     def begin_generation(self) -> None:
         self._is_due = self._is_new = True

@@ -30,7 +30,13 @@ from raysgd._internal.forwarding import forward_to
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
-from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_ranks
+from raysgd.data.source import (
+    BatchSource,
+    PartitionedSource,
+    is_read_once,
+    length_of,
+    declared_replica,
+)
 from raysgd.data.stream import Keys, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.batches import IGNORED, collate_samples
@@ -345,7 +351,7 @@ def wrap_loader(
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=collate_samples)  # type: ignore[arg-type]
     loader = without_states(loader)
-    may_partition = partitions and own_ranks(loader) is None
+    may_partition = partitions and declared_replica(loader) is None
     whole = _unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_not_partitioned(whole)
     if (may_partition or _is_distributed(whole)) and not why:

@@ -166,7 +166,7 @@ class ReplicatedGradients(UserWrappedGradients):
         super().use_wrappers(wrappers)
         self._passes = [w._passes for w in self._wrappers if isinstance(w, ReplicatedModel)]
 
-    def start_together(self) -> None:
+    def sync_initial_state(self) -> None:
         broadcast_models(self._registered)
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:

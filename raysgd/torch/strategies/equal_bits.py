@@ -90,7 +90,7 @@ class EqualBitsGradients(GroupGradients):
         call, options = f"TorchTrainer({_MODE})", self._registered.options
         conflicts.check("equal bits", call, options, self._registered.models)
 
-    def start_together(self) -> None:
+    def sync_initial_state(self) -> None:
         broadcast_models(self._registered)
 
     def _clear(self) -> None:

@@ -116,8 +116,8 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         self._received = {}
         self.models.reset()
 
-    def start_together(self) -> None:
-        super().start_together()
+    def sync_initial_state(self) -> None:
+        super().sync_initial_state()
         self._registered.buffer_copies.receive(0)()
 
     # ---- state of this worker

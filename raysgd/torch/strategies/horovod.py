@@ -37,7 +37,7 @@ class HorovodGradients(GroupGradients):
         self._distributed: dict[int, Any] = {}
         self.begin_generation()
 
-    def start_together(self) -> None:
+    def sync_initial_state(self) -> None:
         broadcast_models(self._registered)
         broadcast = self._registered.collectives.broadcast
         for optimizer in self._registered.optimizers:

@@ -253,7 +253,7 @@ class ShardedOptimizer(StepFeature):
         """Return elements of a parameter. None unless parameters are sharded too."""
         return None
 
-    def start_together(self) -> None:
+    def sync_initial_state(self) -> None:
         self._token = collectives.broadcast_object(self._token, 0)
 
     def own_pieces(self) -> list[tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data.partition import StepLayout
-from raysgd.data.source import BatchSource, once, own_ranks
+from raysgd.data.source import BatchSource, once, declared_replica
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loading import why_not_partitioned, without_states, wrap_loader
@@ -194,7 +194,7 @@ class PreparedLoader(DataLoader[Any]):
         return epoch, self._start[1] if self._start[0] == epoch else 0
 
     def _check_order(self) -> None:
-        known = isinstance(self._loader.dataset, IterableDataset) or own_ranks(self._loader)
+        known = isinstance(self._loader.dataset, IterableDataset) or declared_replica(self._loader)
         sampler = self._loader.batch_sampler if makes_own_batches(self._loader) else self.sampler
         if self._worker_sampler is None and not known and type(sampler) is not SequentialSampler:
             raise ValueError(
@@ -301,7 +301,7 @@ class _WorkerSampler(DistributedSampler[Any]):
 
 
 def _can_split(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
-    if not splits or own_ranks(loader) is not None:
+    if not splits or declared_replica(loader) is not None:
         return False
     if makes_own_batches(loader):
         return splits == "always" or isinstance(loader.dataset, Stream)

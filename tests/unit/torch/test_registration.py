@@ -178,7 +178,7 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
         held = [*student.parameters(), *teachers]
         patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
         patch.setattr(train_state.collectives, "all_ranks_equal", lambda digest: False)
-        train_state.registered.exchange.start_together()
+        train_state.registered.exchange.sync_initial_state()
     # the student too, because setup may have changed it after DistributedDataParallel sent it
     parameters = [*student.parameters(), *teacher.parameters()]
     assert all(bool((p == 1).all()) for p in [*parameters, *norm.buffers()])

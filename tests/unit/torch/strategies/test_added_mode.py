@@ -23,7 +23,7 @@ class LocalModels(Replication, StepFeature):
     def __init__(self, registered, sharding_args):
         self._registered, self._every, self.features = registered, sharding_args["every"], (self,)
 
-    def start_together(self):
+    def sync_initial_state(self):
         broadcast_models(self._registered)
 
     def commit(self, update):
