@@ -29,7 +29,7 @@ from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.data_parallel import GroupGradients
 from raysgd.torch.strategies.fsdp import ShardedModels
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.strategies.shards import PARAMETER, Piece, UpdateBuffers
+from raysgd.torch.strategies.shards import PARAMETER, Piece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
 
 
@@ -62,7 +62,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         whole = () if registered.context.is_alone else self.models.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
         """Complete parameters for `shard_state`, by index."""
-        self._received: dict[int, UpdateBuffers] = {}
+        self._received: dict[int, ShardUpdate] = {}
         """Received gradients of the shards that this worker holds as copies, by shard."""
         self.features = (self,)
         if dist.get_world_size() > 1:

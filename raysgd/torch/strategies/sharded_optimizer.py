@@ -32,7 +32,7 @@ from raysgd.torch.strategies.shards import (
     Piece,
     ShardLayout,
     Transfer,
-    UpdateBuffers,
+    ShardUpdate,
     elements_of,
     flat,
     is_sharded,
@@ -80,7 +80,7 @@ class ShardedOptimizer(StepFeature):
         self._pieces: list[Piece] = []
         self._running: tuple[list[list[torch.Tensor]], list[Piece]] | None = None
         """Within a step: the parameters of each group, and the pieces that it has instead."""
-        self._buffers: dict[int, UpdateBuffers] = {}
+        self._buffers: dict[int, ShardUpdate] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed_version = 0
         # Identifies the run and the number of loaded states. Shards fit together if it is equal.

@@ -90,7 +90,7 @@ def plan_transfers(
     return planned
 
 
-class UpdateBuffers(NamedTuple):
+class ShardUpdate(NamedTuple):
     """Memory for the updated elements of a shard."""
 
     buffers: list[torch.Tensor]
@@ -176,12 +176,12 @@ class ShardLayout:
             and piece.stop <= ranges[piece.param_index][1]
         ]
 
-    def new_buffers(self, shard: int, device: torch.device) -> UpdateBuffers:
+    def new_buffers(self, shard: int, device: torch.device) -> ShardUpdate:
         lengths: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
         for param_index, (start, stop) in self.shards[shard].items():
             if param_index in self.updated:
                 lengths[self._dtypes[param_index]][param_index] = stop - start
-        new = UpdateBuffers([], {})
+        new = ShardUpdate([], {})
         for dtype, of_dtype in lengths.items():
             buffer = torch.empty(sum(of_dtype.values()), dtype=dtype, device=device)
             new.buffers.append(buffer)
@@ -189,8 +189,8 @@ class ShardLayout:
         return new
 
     def exchange(
-        self, held: dict[int, UpdateBuffers], device: torch.device
-    ) -> dict[int, UpdateBuffers]:
+        self, held: dict[int, ShardUpdate], device: torch.device
+    ) -> dict[int, ShardUpdate]:
         """Return the updated elements of all shards. Every rank must call this with those it holds.
 
         One broadcast per shard sends as much as an all-gather, and needs half the memory.
