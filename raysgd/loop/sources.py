@@ -94,7 +94,7 @@ class DataSources(ABC):
             raise missing_loader(name)
         return self._sources[name]
 
-    def readable(self, name: str) -> BatchSource:
+    def lazy_source(self, name: str) -> BatchSource:
         """Return the source of a loader. Reading it raises an error if there is none."""
         return self._sources[name] if self.has(name) else BatchSource(_no_batches(name))
 
@@ -187,7 +187,7 @@ class DataSources(ABC):
     @property
     def training_source(self) -> BatchSource:
         """The source that the operator trains on."""
-        return self.readable(self.trains_on)
+        return self.lazy_source(self.trains_on)
 
     @property
     def knows_sizes(self) -> bool:

@@ -70,7 +70,7 @@ class KerasSources(DataSources):
 
     def check_end(self) -> None:
         if self.has(self.trains_on):
-            loader = self.readable(self.trains_on).loader
+            loader = self.lazy_source(self.trains_on).loader
             _check_end(loader, "training", "train(num_steps=...) or fit(max_steps=...)")
 
 
