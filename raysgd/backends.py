@@ -10,9 +10,9 @@ from raysgd.comm.backend import CollectiveBackend
 __all__ = ["CollectiveBackend", "WorkerContext", "backend_names", "create_backend"]
 
 _BACKENDS = {
-    "gloo": "raysgd.comm.torch:TorchProcessGroup",
+    "gloo": "raysgd.comm.torch:TorchCollectiveBackend",
     "horovod": "raysgd.comm.horovod:HorovodBackend",
-    "nccl": "raysgd.comm.torch:TorchProcessGroup",
+    "nccl": "raysgd.comm.torch:TorchCollectiveBackend",
     "tensorflow": "raysgd.comm.tensorflow:TensorflowBackend",
 }
 

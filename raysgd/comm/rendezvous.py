@@ -95,14 +95,14 @@ class StoreClient:
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[Any]:
         """Wait for `keys`, for at most `timeout_s` seconds, and return their values."""
-        values: list[Any] | None = self.ask("get", list(keys), timeout_s, wait_s=timeout_s)
+        values: list[Any] | None = self.request("get", list(keys), timeout_s, wait_s=timeout_s)
         if values is None:
             raise self._late_error(
                 f"Other workers did not set {', '.join(keys)} within {timeout_s:g} s."
             )
         return values
 
-    def ask(self, operation: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+    def request(self, operation: str, *arguments: Any, wait_s: float = 0.0) -> Any:
         """Send a request and return the answer, which the server may delay by `wait_s` seconds."""
         try:
             with self._lock:

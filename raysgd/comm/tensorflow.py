@@ -73,7 +73,7 @@ class TensorflowBackend(CollectiveBackend):
         self._reserved_port = _reserve_port()
         address = f"{host}:{self._reserved_port.getsockname()[1]}"
         store = StoreClient(rendezvous)
-        store.ask("set", str(context.world_rank), address)
+        store.request("set", str(context.world_rank), address)
         ranks = [str(rank) for rank in range(context.world_size)]
         workers = store.get(ranks, self._timeout_s)
         os.environ["TF_CONFIG"] = json.dumps(

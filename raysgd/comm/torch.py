@@ -62,16 +62,16 @@ class TorchStore(Store):
         self._client.interrupt()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._client.ask("set", key, value.encode() if isinstance(value, str) else bytes(value))
+        self._client.request("set", key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
-        return int(self._client.ask("add", key, value))
+        return int(self._client.request("add", key, value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._client.ask("get", list(keys), 0) is not None
+        return self._client.request("get", list(keys), 0) is not None
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         # PyTorch's stubs lack the attribute that set_timeout() sets.
@@ -89,7 +89,7 @@ class TorchRendezvous(NamedTuple):
     tcp_store_port: int | None = None
 
 
-class TorchProcessGroup(CollectiveBackend):
+class TorchCollectiveBackend(CollectiveBackend):
     """One torch.distributed process group per generation, over a new store on the driver.
 
     `prepare_process` runs at the beginning of each `setup`, with its arguments.

@@ -13,7 +13,7 @@ from raysgd._internal.arguments import check_choice, check_timeout
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd.backends import CollectiveBackend
-from raysgd.comm.torch import TorchProcessGroup, TorchRendezvous
+from raysgd.comm.torch import TorchCollectiveBackend, TorchRendezvous
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import Backend, BackendConfig
 
@@ -46,7 +46,7 @@ class TorchConfig(BackendConfig):
     def collective_backend(self, use_gpu: bool = False) -> CollectiveBackend:
         name = self.backend or ("nccl" if use_gpu else "gloo")
         prepare = functools.partial(prepare_process, self.init_method == "env")
-        return TorchProcessGroup(name, self.timeout_s, prepare)
+        return TorchCollectiveBackend(name, self.timeout_s, prepare)
 
 
 def prepare_process(
