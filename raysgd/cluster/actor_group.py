@@ -178,8 +178,8 @@ class ActorGroup:
     def discard(self, member: WorkerHandle) -> None:
         """Stop a worker and free its slot."""
         if not member.remote:
-            member.control(Worker.interrupt)
-            self.clock.wait([member.work(Worker.teardown)], _TEARDOWN_S)
+            member.submit_control(Worker.interrupt)
+            self.clock.wait([member.submit_work(Worker.teardown)], _TEARDOWN_S)
         member.kill()
         if (slot := self._slots.pop(member, None)) is not None:
             slot.last_node_id = member.info.node_id or None
@@ -208,9 +208,9 @@ class ActorGroup:
             pending = []
             for member in self.members:
                 if not member.remote:  # the driver's process continues to run and must be clean
-                    member.control(Worker.interrupt)
+                    member.submit_control(Worker.interrupt)
                 if not member.remote or (member.can_be_called and not force):
-                    pending.append(member.work(Worker.teardown))
+                    pending.append(member.submit_work(Worker.teardown))
             if self.clock.wait(pending, patience_s) or force:
                 return  # at least one member hangs
             for member in self.members:

@@ -35,7 +35,7 @@ def start(group: ActorGroup, num_workers: int) -> None:
 
 def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
     timeout_s = max(group.options.start_timeout_s, COME_UP_S)
-    infos = [member.control(Worker.info) for member in members]
+    infos = [member.submit_control(Worker.info) for member in members]
     if missing := group.clock.wait(infos, timeout_s):
         ranks = [rank for rank, info in enumerate(infos) if info in missing]
         raise WorkerTimeoutError(

@@ -53,11 +53,13 @@ class WorkerHandle(ABC):
         return False
 
     @abstractmethod
-    def work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
+    def submit_work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         """Call a method of the worker in its work thread, one call at a time."""
 
     @abstractmethod
-    def control(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
+    def submit_control(
+        self, method: Method[P, R], *arguments: P.args, **named: P.kwargs
+    ) -> Future[R]:
         """Call a method outside of `WORK_METHODS`, in parallel with the work."""
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +113,7 @@ class ActorHandle(WorkerHandle):
         if monitor is not None and (watch := monitor.watch(info.node_ip, self._lose)) is not None:
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.stops_calls)
-            answer = self.control(Worker.watch_driver, *arguments)
+            answer = self.submit_control(Worker.watch_driver, *arguments)
             answer.add_done_callback(monitor.warn_if_unwatched)
 
     def _lose(self, error: LostError) -> None:
@@ -121,7 +123,7 @@ class ActorHandle(WorkerHandle):
             while True:
                 self._waiting.popitem()[0].set_exception(error)
 
-    def work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
+    def submit_work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         self._check_callable()
         sent = [each.store() if isinstance(each, Parcel) else each for each in arguments]
         answer: Future[R] = getattr(self.actor, method.__name__).remote(*sent, **named).future()
@@ -238,14 +240,16 @@ class InlineHandle(WorkerHandle):
         name = "raysgd-worker-0"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
 
-    def work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
+    def submit_work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         if self._thread is not None:
             return self._thread.submit(method, self.worker, *arguments, **named)
         future: Future[R] = Future()
         future.set_result(method(self.worker, *arguments, **named))
         return future
 
-    def control(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
+    def submit_control(
+        self, method: Method[P, R], *arguments: P.args, **named: P.kwargs
+    ) -> Future[R]:
         future: Future[R] = Future()
         try:
             future.set_result(method(self.worker, *arguments, **named))

@@ -97,7 +97,9 @@ class Commands:
         idle = [member for member in self._group.members if member not in busy]
         self._call_control(idle, Worker.interrupt, self._journal.generation)
         packed = pack_as(request.name, request)
-        attempt = Attempt({m: m.work(Worker.handle, packed) for m in idle}, self._group.clock)
+        attempt = Attempt(
+            {m: m.submit_work(Worker.handle, packed) for m in idle}, self._group.clock
+        )
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them
 
@@ -105,7 +107,7 @@ class Commands:
         self, members: Iterable[WorkerHandle], method: Any, *arguments: Any
     ) -> dict[WorkerHandle, Any]:
         """Call a control method of workers. Return the answers of those that answer soon."""
-        asked = {member: member.control(method, *arguments) for member in members}
+        asked = {member: member.submit_control(method, *arguments) for member in members}
         self._group.clock.wait(asked.values(), ANSWER_S)
         return results_of(asked)
 
@@ -118,7 +120,7 @@ class Commands:
     ) -> dict[WorkerHandle, Outcome]:
         """Send a request to idle members. Return the outcomes of those that succeed."""
         packed = pack(request)
-        asked = {m: m.work(Worker.handle, packed, inbox and inbox.expect()) for m in members}
+        asked = {m: m.submit_work(Worker.handle, packed, inbox and inbox.expect()) for m in members}
         self._group.clock.wait(asked.values(), timeout_s)
         return {m: outcome for m, outcome in results_of(asked).items() if outcome.kind == "ok"}
 
@@ -155,7 +157,7 @@ class Commands:
         A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`, or until
         `is_over`. A stopped process may take `_SILENCE_S`.
         """
-        asked = {member: member.control(Worker.progress) for member in members}
+        asked = {member: member.submit_control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
         began = looked = self._group.clock.monotonic()
         while True:
@@ -176,7 +178,7 @@ class Commands:
                 asked = {member: answer for member, answer in asked.items() if member not in lost}
             if again:
                 self._group.clock.sleep(_ASK_AGAIN_S)
-            asked |= {member: member.control(Worker.progress) for member in again}
+            asked |= {member: member.submit_control(Worker.progress) for member in again}
             self._check_open()
         for member in lost:  # the process may still exist
             member.kill_process()

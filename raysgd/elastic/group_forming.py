@@ -215,7 +215,7 @@ class GroupForming:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
         with offering(packed, [member.info.node_ip for member in members]) as offer:
-            calls = {member: member.work(Worker.handle, offer) for member in members}
+            calls = {member: member.submit_work(Worker.handle, offer) for member in members}
             attempt = self._await_phase(calls, "load")
         yield attempt
 
@@ -260,7 +260,7 @@ class GroupForming:
         if self._backend is not None:
             rendezvous = self._backend.prepare([m.info.node_ip for m in entering])
         calls = {
-            member: member.work(Worker.join_group, context, rendezvous, leader)
+            member: member.submit_work(Worker.join_group, context, rendezvous, leader)
             for member, context in entries.items()
         }
         task = "set up" if leader is None else "join a new generation"

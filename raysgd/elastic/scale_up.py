@@ -73,11 +73,11 @@ class Replacement:
                 yield
         self.handle = handle = self.group.start_worker(self.slot)
         if not handle.info.node_ip:  # the driver's own worker knows its location
-            info = handle.control(Worker.info)
+            info = handle.submit_control(Worker.info)
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._wait_for(info, "come up", limit_s)
             handle.locate(info.result())
-        created = handle.work(Worker.create, *self.scale_up.create_arguments)
+        created = handle.submit_work(Worker.create, *self.scale_up.create_arguments)
         together = self.scale_up.sets_up_together
         entered = None if together else self._set_up(handle)  # the worker queues both
         yield from self._await_outcome(created, "start")
@@ -97,7 +97,7 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.scale_up.journal.generation)
-        return handle.work(Worker.join_group, context, None, None, True)
+        return handle.submit_work(Worker.join_group, context, None, None, True)
 
     def _await_outcome(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
         yield from self._wait_for(answer, phase, self.scale_up.timeout_s)

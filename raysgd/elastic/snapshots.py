@@ -100,7 +100,7 @@ class SnapshotKeeper:
         self._requested = _SnapshotRequest(step, inbox, [])
         for member, each in progress.items():
             arguments = only, each.snapshot.num_changes, inbox.expect()
-            self._requested.answers.append(member.control(Worker.send_snapshot, *arguments))
+            self._requested.answers.append(member.submit_control(Worker.send_snapshot, *arguments))
 
     def _cancel_request(self) -> None:
         if self._requested is not None:

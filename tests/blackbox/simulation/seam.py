@@ -302,7 +302,7 @@ class SimMember(WorkerHandle):
 
     # ---- calls of the driver
 
-    def work(self, method, *arguments):
+    def submit_work(self, method, *arguments):
         task = Task(method.__name__, arguments)
         if self.dead:
             task.future.set_exception(self.dead)
@@ -311,7 +311,7 @@ class SimMember(WorkerHandle):
             self.go_on()
         return task.future
 
-    def control(self, method, *arguments):
+    def submit_control(self, method, *arguments):
         future = Future()
         if self.dead:
             future.set_exception(self.dead)

@@ -90,11 +90,11 @@ class FakeMember:
     def locate(self, info):
         self.info = info
 
-    def control(self, method):
+    def submit_control(self, method):
         assert method is Worker.info
         return done(WorkerInfo(node_id=self.node, node_ip=self.node))
 
-    def work(self, method):
+    def submit_work(self, method):
         assert method is Worker.teardown
         assert not self.killed
         self.torn_down += 1
@@ -242,7 +242,7 @@ def test_further_workers_that_do_not_start_are_killed(start, monkeypatch):
     before, made = list(group.members), []
 
     class Dying(FakeMember):
-        def control(self, method):
+        def submit_control(self, method):
             made.append(self)
             future = Future()
             future.set_exception(ray.exceptions.ActorDiedError())
@@ -267,8 +267,8 @@ def test_a_reservation_is_released_if_the_group_is_shut_down_meanwhile(start):
 
 def test_a_worker_that_does_not_come_up_is_named(start, monkeypatch):
     class Silent(FakeMember):
-        def control(self, method):
-            return super().control(method) if self.number == 1 else Future()
+        def submit_control(self, method):
+            return super().submit_control(method) if self.number == 1 else Future()
 
     monkeypatch.setattr(group_module, "ActorHandle", Silent)
     with pytest.raises(WorkerTimeoutError, match=r"workers 0, 2 did not start within 100 s") as e:

@@ -59,8 +59,10 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
     world.at_step(20, lambda: world.lose(2))
     asked = []
     member = controller.members[0]
-    control = member.control
-    member.control = lambda method, *given: asked.append(method.__name__) or control(method, *given)
+    control = member.submit_control
+    member.submit_control = lambda method, *given: (
+        asked.append(method.__name__) or control(method, *given)
+    )
     assert steps_of(run_until(controller, 2000, max_losses=1)) == [2000] * 2
     assert asked.count("progress") < 1.5 * 2000 * 0.05
 
@@ -308,7 +310,7 @@ def hold_when_ready(world, action):
 @pytest.mark.parametrize("error", [None, BadBatchError("bad")])
 def test_a_pause_that_a_worker_misses_discards_the_step(world, two_of_three, monkeypatch, error):
     first, missed = two_of_three.members[0], []
-    control = first.control
+    control = first.submit_control
 
     def miss_one(method, *arguments):
         if method is not Worker.pause_at or arguments[1] is None or missed:
@@ -344,7 +346,7 @@ def shares_of(controller):
 def test_new_shares_need_no_new_generation(world, mixed, monkeypatch):
     slow = mixed.members[2]
 
-    def hear_late(method, *arguments, control=slow.control):
+    def hear_late(method, *arguments, control=slow.submit_control):
         if method is Worker.pause_at:
             world.sleep(0.5)
         return control(method, *arguments)

@@ -66,13 +66,15 @@ def member(monkeypatch):
 
 def test_a_thread_member_works_in_a_thread_of_its_own():
     member = InlineHandle(has_thread=True)
-    member.work(Worker.create, None, FakeRunner(), None, []).result(20)
+    member.submit_work(Worker.create, None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
-    busy = member.work(Worker.handle, request_of("run", function=lambda: gate.wait(20)))
-    assert member.control(Worker.progress).result(20) == Progress()  # while the work thread is busy
+    busy = member.submit_work(Worker.handle, request_of("run", function=lambda: gate.wait(20)))
+    assert (
+        member.submit_control(Worker.progress).result(20) == Progress()
+    )  # while the work thread is busy
     gate.set()
     assert busy.result(20).value() is True
-    asked = member.work(Worker.handle, request_of("run", function=threading.get_ident))
+    asked = member.submit_work(Worker.handle, request_of("run", function=threading.get_ident))
     assert asked.result(20).value() != threading.get_ident()
     member.kill()
 
@@ -81,13 +83,13 @@ def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
     answers = [Future() for _ in range(4)]
     monkeypatch.setattr(Method, "future", lambda method: answers[len(member.actor.calls) - 1])
     member.watch = object()
-    done = member.work(Worker.handle)
-    pending = [member.control(method) for method in (Worker.progress, Worker.stacks)]
+    done = member.submit_work(Worker.handle)
+    pending = [member.submit_control(method) for method in (Worker.progress, Worker.stacks)]
     answers[0].set_result(7)
     member._lose(LostError("gone"))
     answers[1].set_result(8)  # too late
     assert done.result() == 7
-    for answer in (*pending, member.work(Worker.handle)):
+    for answer in (*pending, member.submit_work(Worker.handle)):
         with pytest.raises(LostError, match="gone"):
             answer.result(0)
 
@@ -96,14 +98,14 @@ def test_a_large_argument_travels_through_ray_s_object_store_once(member, monkey
     monkeypatch.setattr(ray, "put", lambda value: "its place in the store")
     large, small = pack(bytes(2**21)), pack(1)
     for _ in range(2):
-        member.work(Worker.handle, large, small)
+        member.submit_work(Worker.handle, large, small)
     assert member.actor.calls == [("handle", ("its place in the store", small), {})] * 2
 
 
 def test_without_ray_a_call_is_an_error_and_does_not_start_ray(member, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "kill", lambda actor: pytest.fail("that would start Ray"))
-    for call in (member.work, member.control, member.execute):
+    for call in (member.submit_work, member.submit_control, member.execute):
         with pytest.raises(RuntimeError, match="Create a new trainer"):
             call("progress")
     member.kill()

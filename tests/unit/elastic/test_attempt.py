@@ -31,7 +31,7 @@ class Named(str):
     def may_be_alive(self, error):
         return isinstance(error, ray.exceptions.ActorUnavailableError)
 
-    def control(self, method):
+    def submit_control(self, method):
         answer, self.num_lost = Future(), self.num_lost - 1
         if self.num_lost < 0:
             answer.set_result(Progress())

@@ -140,8 +140,10 @@ def test_a_restart_tears_down_the_worker_in_the_drivers_process(world, monkeypat
     controller = world.drive(2, rejoins=False).controller
     local, asked = controller.members[0], []
     local.remote = False
-    work = local.work
-    monkeypatch.setattr(local, "work", lambda what, *rest: asked.append(what) or work(what, *rest))
+    work = local.submit_work
+    monkeypatch.setattr(
+        local, "submit_work", lambda what, *rest: asked.append(what) or work(what, *rest)
+    )
     world.at_step(20, lambda: world.lose(1))
     assert train(controller, max_losses=1) == [40] * 2
     assert local not in controller.members

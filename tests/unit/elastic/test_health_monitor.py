@@ -16,7 +16,7 @@ WAITING = 'File "distributed.py", in all_reduce'
 class FakeMember:
     name = "node x"
 
-    def control(self, method):
+    def submit_control(self, method):
         assert method is Worker.stacks
         future = Future()
         future.set_result(WAITING)

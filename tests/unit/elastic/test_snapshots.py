@@ -30,7 +30,7 @@ class FakeMember:
         self.remote = remote
         self.asked = []
 
-    def control(self, method, step, num_changes, inbox):
+    def submit_control(self, method, step, num_changes, inbox):
         assert method is Worker.send_snapshot
         self.asked.append(Future())
         return self.asked[-1]
@@ -134,7 +134,7 @@ class LargeMember(FakeMember):
         )
         self.thread = ThreadPoolExecutor(1)
 
-    def control(self, method, *arguments):
+    def submit_control(self, method, *arguments):
         self.asked.append(self.thread.submit(method, self.worker, *arguments))
         return self.asked[-1]
 
@@ -243,7 +243,7 @@ class RunnerMember(FakeMember):
         self.worker, self.late = Worker(), []
         self.worker.runner = runner
 
-    def control(self, method, *arguments):
+    def submit_control(self, method, *arguments):
         """Answer late requests first."""
         late, self.late = self.late, []
         for future, *given in [*late, (Future(), *arguments)]:
@@ -264,7 +264,7 @@ def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(k
     member = RunnerMember(runner)
     runner.handle(TrainRequest(call_number=0, until_step=2))
     with monkeypatch.context() as patch:
-        patch.setattr(member, "control", member.answer_late)
+        patch.setattr(member, "submit_control", member.answer_late)
         keeper.request_newer({member: runner.progress()})
     runner.handle(ApplyOperatorRequest(function=set_lr))
     keeper.request_newer({member: runner.progress()})
