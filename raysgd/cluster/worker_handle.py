@@ -36,7 +36,7 @@ class WorkerHandle(ABC):
     """One worker, on the driver. Calls return futures."""
 
     info = WorkerInfo(node_id="", node_ip="")  # empty until it is known
-    remote: bool  # whether the worker has its own process
+    has_own_process: bool  # else it runs in the process of the driver
     watch: HostWatch | None = None  # None on the driver's own host
     can_be_called: bool = True
 
@@ -99,7 +99,7 @@ class WorkerHandle(ABC):
 class ActorHandle(WorkerHandle):
     """A worker in a Ray actor. Without a monitor, only Ray watches its host."""
 
-    remote = True
+    has_own_process = True
 
     def __init__(self, actor: Any, monitor: HostMonitor | None = None) -> None:
         self.actor = actor
@@ -129,7 +129,7 @@ class ActorHandle(WorkerHandle):
         answer: Future[R] = getattr(self.actor, method.__name__).remote(*sent, **named).future()
         return answer if self.watch is None else self._fail_if_lost(answer)
 
-    control = work  # the actor's method defines the concurrency group
+    submit_control = submit_work  # the actor's method defines the concurrency group
 
     def _fail_if_lost(self, answer: Future[Any]) -> Future[Any]:
         """Return a future of the same answer, which fails if the host is lost.
@@ -232,11 +232,11 @@ class InlineHandle(WorkerHandle):
     0 of a larger group has its own thread.
     """
 
-    remote = False
+    has_own_process = False
 
     def __init__(self, has_thread: bool = False) -> None:
         self.info = WorkerInfo(node_id="", node_ip="127.0.0.1", in_driver=True)
-        self.worker = Worker(remote=False)
+        self.worker = Worker(has_own_process=False)
         name = "raysgd-worker-0"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
 

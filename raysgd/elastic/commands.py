@@ -143,7 +143,9 @@ class Commands:
         finally:
             self._unfinished = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"
-        if not all(member.remote for member in attempt.pending):  # the driver cannot kill itself
+        if not all(
+            member.has_own_process for member in attempt.pending
+        ):  # the driver cannot kill itself
             raise WorkerTimeoutError(
                 f"The worker in the driver's process did not stop within {patience_s:g} s."
             )

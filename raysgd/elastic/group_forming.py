@@ -181,7 +181,9 @@ class GroupForming:
         if lost:
             self._discard_replacements_among(lost)
             return False
-        members = self._group.sort_by_node(sorted(joining, key=lambda member: member.remote))
+        members = self._group.sort_by_node(
+            sorted(joining, key=lambda member: member.has_own_process)
+        )
         self._journal.ranks = {member: rank for rank, member in enumerate(members)}
         progress = Progress()
         for attempt in self._phases(members):

@@ -319,7 +319,7 @@ def test_a_pause_that_a_worker_misses_discards_the_step(world, two_of_three, mon
         missed.append(Future())
         return missed[0]
 
-    monkeypatch.setattr(first, "control", miss_one)
+    monkeypatch.setattr(first, "submit_control", miss_one)
     world.at_step(2, lambda: setattr(world, "room", 3))
     with pytest.raises(BadBatchError) if error else contextlib.nullcontext():
         assert steps_of(run_until(two_of_three, 400)) == [400] * 3
@@ -351,7 +351,7 @@ def test_new_shares_need_no_new_generation(world, mixed, monkeypatch):
             world.sleep(0.5)
         return control(method, *arguments)
 
-    monkeypatch.setattr(slow, "control", hear_late)
+    monkeypatch.setattr(slow, "submit_control", hear_late)
     run_until(mixed, 200)
     assert shares_of(mixed) == [(1.8, 0.6, 0.6)]
     assert kinds(mixed) == ["started", "rebalanced"]

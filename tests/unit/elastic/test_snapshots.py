@@ -26,8 +26,8 @@ class FakeMember:
 
     info = WorkerInfo(node_id="", node_ip="127.0.0.1")
 
-    def __init__(self, remote=True):
-        self.remote = remote
+    def __init__(self, has_own_process=True):
+        self.has_own_process = has_own_process
         self.asked = []
 
     def submit_control(self, method, step, num_changes, inbox):
@@ -290,6 +290,6 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
 
 
 def test_a_worker_in_the_drivers_process_sends_no_snapshots():
-    member = FakeMember(remote=False)
+    member = FakeMember(has_own_process=False)
     make_keeper(1).request_newer({member: at(5)})
     assert member.asked == []
