@@ -44,7 +44,7 @@ def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
         )
     for member, info in zip(members, infos, strict=True):
         try:
-            member.locate(info.result())
+            member.start_watching(info.result())
         except Exception as error:
             if is_worker_loss(error):
                 raise WorkerLostError(f"A worker died during its start: {error}") from error

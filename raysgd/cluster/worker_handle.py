@@ -40,7 +40,7 @@ class WorkerHandle(ABC):
     watch: HostWatch | None = None  # None on the driver's own host
     can_be_called: bool = True
 
-    def locate(self, info: WorkerInfo) -> None:
+    def start_watching(self, info: WorkerInfo) -> None:
         """Store where the worker runs, and start to watch its host."""
         self.info = info
 
@@ -107,7 +107,7 @@ class ActorHandle(WorkerHandle):
         self._waiting: dict[Future[Any], None] = {}  # futures of calls that have not returned
         self._lost: LostError | None = None
 
-    def locate(self, info: WorkerInfo) -> None:
+    def start_watching(self, info: WorkerInfo) -> None:
         self.info = info
         monitor = self._monitor
         if monitor is not None and (watch := monitor.watch(info.node_ip, self._lose)) is not None:

@@ -192,7 +192,7 @@ class BatchSource:
         """Length of the data, if it does not depend on the number of workers."""
         return length_of(getattr(self.loader, "dataset", None))
 
-    def move_to(self, position: Mapping[str, Any]) -> None:
+    def load_position(self, position: Mapping[str, Any]) -> None:
         """Continue from the result of `position` of this or another worker."""
 
     def step_digest(self) -> int | None:

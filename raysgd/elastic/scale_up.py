@@ -76,7 +76,7 @@ class Replacement:
             info = handle.submit_control(Worker.info)
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._wait_for(info, "come up", limit_s)
-            handle.locate(info.result())
+            handle.start_watching(info.result())
         created = handle.submit_work(Worker.create, *self.scale_up.create_arguments)
         together = self.scale_up.sets_up_together
         entered = None if together else self._set_up(handle)  # the worker queues both

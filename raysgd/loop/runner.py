@@ -92,7 +92,7 @@ class OperatorRunner(Runner, ABC):
             loop.saved_state.set_module_modes(state["module_modes"])
         if is_leader:
             return None
-        train_state.move_to(state["data"], state["global_step"])
+        train_state.load_position(state["data"], state["global_step"])
         loop.call_progress.continue_call(state["call"])
         return state
 
@@ -346,7 +346,7 @@ class OperatorRunner(Runner, ABC):
             saved_state.set_module_modes(state["module_modes"])
         else:
             _warn_of_other_steps(train_state, position)
-        train_state.move_to(position, state.get("global_step", 0))
+        train_state.load_position(position, state.get("global_step", 0))
         if generators:
             self.generators.set(generators[context.world_rank])
 

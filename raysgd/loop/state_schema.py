@@ -21,7 +21,7 @@ buffers                           `StepFeature.receive`                 follower
 ``operator``                      the operator's ``load_state_dict``    followers
 ``is_damaged``                    `Update`                              followers
 ``module_modes``                  `SavedState.set_module_modes`         followers
-``data``, ``global_step``         `TrainState.move_to`                  all others
+``data``, ``global_step``         `TrainState.load_position`                  all others
 ``call``                          `CallProgress.continue_call`          all others
 ``batching``, ``fingerprint``     `DataSources`, after the hook         all others
                                   ``on_world_change``

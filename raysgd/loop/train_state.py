@@ -106,14 +106,14 @@ class TrainState(ABC):
             position["stream"] = stream
         return position
 
-    def move_to(self, position: dict[str, Any], global_step: int) -> None:
+    def load_position(self, position: dict[str, Any], global_step: int) -> None:
         own = self.position
         own.epoch, own.offset, own.global_step = position["epoch"], position["offset"], global_step
         own.validation_offset = position.get("validation_offset", 0)
         self.data.trains_on = position.get("trains_on", "train")
         self.micro_batching.split = position.get("split", 1)
         self.reseed(position.get("seed", own.seed), position.get("loader_seeds", {}))
-        self.data.training_source.move_to(position.get("stream", {}))
+        self.data.training_source.load_position(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.position.seed = seed

@@ -257,7 +257,7 @@ class PartitionedLoader(PartitionedSource):
         position = {**file_stamps(self.loader.dataset), **super().position(epoch, offset)}
         return position | {"order": self.epoch_order.key_to_save(epoch)}
 
-    def move_to(self, position: Mapping[str, Any]) -> None:
+    def load_position(self, position: Mapping[str, Any]) -> None:
         self.epoch_order.saved = position
 
     def check_position(self, position: Mapping[str, Any]) -> None:

@@ -137,7 +137,7 @@ class StreamSource(PartitionedSource):
         check_files(self._dataset, position)
         super().check_position(position)
 
-    def move_to(self, position: Mapping[str, Any]) -> None:
+    def load_position(self, position: Mapping[str, Any]) -> None:
         self._saved = position
 
     def step_digest(self) -> int | None:

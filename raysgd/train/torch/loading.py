@@ -184,7 +184,7 @@ class PreparedLoader(DataLoader[Any]):
             self._source.check_position(state["data"])
             sampler.seed = state["seed"]
             self._source.reseed(state["seed"], state["seed"])
-            self._source.move_to(state["data"])
+            self._source.load_position(state["data"])
             sampler.set_epoch(epoch)
         self._start, self._pass = (epoch, offset), None
 

@@ -87,7 +87,7 @@ class FakeMember:
         self.node = "ab"[actor % 2]
         self.info = WorkerInfo(node_id="", node_ip="")
 
-    def locate(self, info):
+    def start_watching(self, info):
         self.info = info
 
     def submit_control(self, method):

@@ -746,7 +746,7 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     indices = [info["batch_idx"] for info in operator.infos]
     assert indices == [0, 1, 2, *range(6), *range(5, 9)]
     restarted, its_operator = loop_of()
-    restarted.train_state.move_to({"epoch": 0, "offset": 8}, 1)
+    restarted.train_state.load_position({"epoch": 0, "offset": 8}, 1)
     restarted.call_progress.continue_call(snapshot)
     train(restarted, 1, until_step=5, start_step=3)
     assert [info["batch_idx"] for info in its_operator.infos] == [1, 2, 0, 1]

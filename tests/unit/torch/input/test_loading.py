@@ -758,22 +758,22 @@ def test_position_within_an_epoch_fits_only_its_order():
         saved, resumed = (wrap(DataLoader(tensors(10), 2, sampler=kind(10))) for _ in range(2))
         for epoch in range(2):
             next(saved.batches(epoch, 0))
-        resumed.move_to(saved.position(1, 4))
+        resumed.load_position(saved.position(1, 4))
         assert resumed.position(1, 4) == saved.position(1, 4)
         if kind is ByEpoch:
             assert indices(resumed.batches(1, 4)) == indices(saved.batches(1, 4))
     other = wrap(DataLoader(tensors(10), 2))
     for loader in resumed, other:
-        loader.move_to(saved.position(1, 4))
+        loader.load_position(saved.position(1, 4))
         with pytest.raises(RuntimeError, match=r"(Counting|SequentialSampler) gives another order"):
             next(loader.batches(1, 4))
     by_key = (wrap(DataLoader([0] * 10, 2, sampler=[Key() for _ in range(10)])) for _ in range(2))
     saved, resumed = by_key  # keys without a `repr` cannot be compared
     next(saved.batches(0, 0))
-    resumed.move_to(saved.position(0, 4))
+    resumed.load_position(saved.position(0, 4))
     next(resumed.batches(0, 4))
     list(other.batches(0, 0))
     shuffled = wrap(DataLoader(tensors(10), 2, shuffle=True))
-    shuffled.move_to(other.position(0, 4))
+    shuffled.load_position(other.position(0, 4))
     with pytest.raises(RuntimeError, match="RandomSampler gives another order"):
         next(shuffled.batches(0, 4))

@@ -226,7 +226,7 @@ class Group:
         ]
         for rank, source in enumerate(self.sources):
             source.repartition(size, rank, None)
-            source.move_to(self.position)
+            source.load_position(self.position)
         self.batches = [source.batches(0, self.offset) for source in self.sources]
 
     def step(self, commit=True):
@@ -432,7 +432,7 @@ def test_hugging_face_stream_continues_at_any_position(kind, num_workers):
     is_exact = is_at_least(datasets.__version__, "5.0.1")
     assert ("mark" in saved) == (is_exact and kind != "shuffled")
     resumed = wrap(loader, world_size=2)
-    resumed.move_to(saved)
+    resumed.load_position(saved)
     assert [batch["n"].tolist() for batch in resumed.batches(0, 24)] == whole[3:]
     assert resumed.step_digest() == complete.step_digest()
 
@@ -446,7 +446,7 @@ def test_hugging_face_stream_that_has_changed_since_the_checkpoint_is_an_error()
     saved = source.position(0, 4)
     if "mark" not in saved:
         pytest.skip("this version of datasets saves no exact state")
-    resumed.move_to(saved)
+    resumed.load_position(saved)
     with pytest.raises(CheckpointError, match=r"cannot continue from its state .* another map\(\)"):
         next(resumed.batches(0, 4))
 
@@ -472,7 +472,7 @@ def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
     next(source.batches(0, 0))
     source.plan(3, 1)
     resumed = wrap(loader)
-    resumed.move_to(source.position(0, 3))
+    resumed.load_position(source.position(0, 3))
     with pytest.raises(RuntimeError, match=r"Unseeded, now gives other samples.*config\[BATCH"):
         next(resumed.batches(0, 3))
 
