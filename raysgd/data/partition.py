@@ -99,7 +99,9 @@ class EpochPartition:
         num_full, rest = divmod(num_samples, self.step_size)
         return itertools.chain(itertools.repeat(self.step_size, num_full), [rest] * (rest > 0))
 
-    def batches(self, offset: int = 0, num_steps: int | None = None) -> Iterator[tuple[int, int]]:
+    def batch_spans(
+        self, offset: int = 0, num_steps: int | None = None
+    ) -> Iterator[tuple[int, int]]:
         """Yield this worker's batches from `offset`, as (start, stop) in the order of the epoch.
 
         `num_steps` limits the steps of the group.
@@ -166,8 +168,8 @@ class EpochPartition:
                 weight = count if self.layout.has_fixed_parts else weight
                 planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
         is_unsplit = not (self.layout.has_fixed_parts or self.may_split)
-        is_large = is_unsplit and any(self._num_micro_batches(size) > 1 for size in sizes)
-        return UpdatePlan(tuple(planned), sum(sizes), is_large)
+        is_oversized = is_unsplit and any(self._num_micro_batches(size) > 1 for size in sizes)
+        return UpdatePlan(tuple(planned), sum(sizes), is_oversized)
 
 
 @dataclass(frozen=True)
@@ -204,18 +206,20 @@ class MicroBatch:
 class UpdatePlan:
     """A worker's batches until the next update."""
 
-    batches: tuple[MicroBatch, ...] = (MicroBatch(),)  # of the source; each may be split again
+    micro_batches: tuple[MicroBatch, ...] = (
+        MicroBatch(),
+    )  # of the source; each may be split again
     total_samples: int | None = None  # of all workers; None: unknown
-    is_large: bool = False  # has an unsplit batch above `max_micro_batch_size`
+    is_oversized: bool = False  # has an unsplit batch above `max_micro_batch_size`
 
     @functools.cached_property
     def num_steps(self) -> int:
-        return self.batches[-1].step_index + 1
+        return self.micro_batches[-1].step_index + 1
 
     @functools.cached_property
     def num_samples(self) -> float:
         """Samples of this worker, without repeated ones."""
-        return sum(each.num_samples or 0 for each in self.batches)
+        return sum(each.num_samples or 0 for each in self.micro_batches)
 
 
 def part_of(

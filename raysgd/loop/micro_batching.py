@@ -46,7 +46,7 @@ class MicroBatching(StepFeature):
 
     def begin_update(self, update: Update) -> None:
         """Warn if a batch cannot be split and is larger because workers are missing."""
-        if update.plan.is_large:
+        if update.plan.is_oversized:
             self._settings.warn_once(
                 "indivisible",
                 "With %d of %d workers, each batch has more samples than its loader's batch size, "

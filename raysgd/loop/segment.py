@@ -160,14 +160,14 @@ class Segment:
             if self.total_steps is not None and self.num_steps + num_steps > self.total_steps:
                 num_steps = self.total_steps - self.num_steps
             self._update.plan = self.source.plan(self._train_state.offset, num_steps)
-        planned = self._update.plan.batches
+        planned = self._update.plan.micro_batches
         if index + 1 < len(planned) and not self.source.is_partitioned:
             self._read_ahead()  # the loader may end before its claimed length
         return planned[index]
 
     def _next_micro_batch(self) -> Any:
         rows, micro_batch = self._micro_batches.popleft()
-        num_batches = len(self._update.plan.batches)
+        num_batches = len(self._update.plan.micro_batches)
         batch_is_last = self._is_exhausted or len(self._update.drawn) == num_batches
         is_last = batch_is_last and not self._micro_batches
         self._train_state.begin_micro_batch(micro_batch, is_last)
@@ -185,7 +185,7 @@ class Segment:
         if self._update.is_open:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
-                f"groups of {len(self._update.plan.batches)} batches from the iterator."
+                f"groups of {len(self._update.plan.micro_batches)} batches from the iterator."
             )
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.

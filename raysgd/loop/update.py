@@ -119,7 +119,7 @@ class Update:
     @property
     def num_planned(self) -> int:
         """Number of micro-batches of the update."""
-        return len(self.plan.batches) * self.split
+        return len(self.plan.micro_batches) * self.split
 
     @property
     def is_split(self) -> bool:

@@ -124,7 +124,7 @@ class ArraySource(PartitionedSource):
         order = np.arange(self._partition.epoch_size)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
-        for start, stop in self._partition.batches(offset, num_steps):
+        for start, stop in self._partition.batch_spans(offset, num_steps):
             rows = order[start:stop]
             yield tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
@@ -266,7 +266,7 @@ class DatasetSource(PartitionedSource):
         may_split = partition.may_split and self._layout.num_parts is not None
         step = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
         self._plan = step.plan((sum(sizes),))
-        own, number = self._own_batch(drawn), len(self._plan.batches)
+        own, number = self._own_batch(drawn), len(self._plan.micro_batches)
         if number == 1:
             yield own
             return

@@ -160,7 +160,7 @@ class PartitionedLoader(PartitionedSource):
         partition = self.partition
         if offset:
             self.epoch_order.check_saved(epoch)
-        spans, same_spans = itertools.tee(partition.batches(offset, num_steps))
+        spans, same_spans = itertools.tee(partition.batch_spans(offset, num_steps))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in spans)
             return self._yield_batches(rows, order, same_spans, epoch)
@@ -203,7 +203,9 @@ class PartitionedLoader(PartitionedSource):
     def indices(self, epoch: int) -> Iterator[Any]:
         """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
         order = self._order_of(epoch)
-        return itertools.chain.from_iterable(pick_keys(order, *s) for s in self.partition.batches())
+        return itertools.chain.from_iterable(
+            pick_keys(order, *s) for s in self.partition.batch_spans()
+        )
 
     def sample_ids(self, epoch: int, offset: int, num_samples: int) -> list[Any]:
         keys = pick_keys(self._order_of(epoch, offset), offset, offset + num_samples)

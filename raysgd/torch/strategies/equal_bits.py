@@ -378,7 +378,9 @@ class EqualBitsBuffers:
         before: list[Any] = self._registered.buffer_copies.values
         plan, owned, tree = self._registered.update.plan, partition.owned_parts, TreeSum()
         for position, part in enumerate(owned):
-            num_samples = sum(m.num_samples or 0 for m in plan.batches[position :: len(owned)])
+            num_samples = sum(
+                m.num_samples or 0 for m in plan.micro_batches[position :: len(owned)]
+            )
             after: list[Any] = self._stored.get(part, before)
             weight = num_samples / (plan.total_samples or 1)
             tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])

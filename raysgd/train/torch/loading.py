@@ -259,7 +259,7 @@ class _WorkerSampler(DistributedSampler[Any]):
             self._order.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return sum(stop - start for start, stop in self.source.partition.batches())
+        return sum(stop - start for start, stop in self.source.partition.batch_spans())
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.begin()

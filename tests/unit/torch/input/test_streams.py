@@ -57,7 +57,7 @@ def read(source, offset, num_steps, group):
         if (batch := next(batches, None)) is None:
             break
         plan = source.plan(offset, group)
-        for index, micro_batch in enumerate(plan.batches):
+        for index, micro_batch in enumerate(plan.micro_batches):
             if index:
                 batch = next(batches)
             found.append((numbers_of(batch), micro_batch, plan))
@@ -97,7 +97,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         batches, at = known.batches(0, start), start
         while left := known.steps_left(at):
             plan = known.plan(at, min(group, left))
-            expected += [(numbers_of(next(batches)), each, plan) for each in plan.batches]
+            expected += [(numbers_of(next(batches)), each, plan) for each in plan.micro_batches]
             at = known.offset_after(at, min(group, left))
         assert found == expected
         assert end == at or drop_last
