@@ -30,7 +30,7 @@ _CONNECT_S = 30.0
 _CHUNK_BYTES = 1 << 20
 
 
-def is_small(parcel: Parcel) -> bool:
+def fits_ray_message(parcel: Parcel) -> bool:
     return sum(parcel.sizes) <= _SMALL_BYTES
 
 
@@ -154,7 +154,7 @@ def store_copy(parcel: Parcel) -> Parcel:
     """Return a value that shares no memory with this one, in a file if it is large."""
     if callable(parcel.buffers):  # it was received, and belongs to the caller
         return parcel
-    if is_small(parcel):
+    if fits_ray_message(parcel):
         return Parcel(bytes(parcel.data), list(map(bytes, parcel.buffers)))
     kept = _map_file(bytes(parcel.data), parcel.sizes, file := _on_disk(unnamed_file))
     _on_disk(parcel.write, file)
@@ -188,7 +188,7 @@ def _on_disk(function: Callable[..., Any], *arguments: Any) -> Any:
 @contextlib.contextmanager
 def offering(parcel: Parcel, hosts: Sequence[str]) -> Iterator[Parcel | Address]:
     """Yield what the workers need: a small value itself, or the address of a large value."""
-    if is_small(parcel):
+    if fits_ray_message(parcel):
         yield parcel
         return
 

@@ -39,7 +39,7 @@ class Parcel:
         return [memoryview(buffer).nbytes for buffer in self.buffers]
 
     @property
-    def is_large(self) -> bool:
+    def belongs_in_object_store(self) -> bool:
         return memoryview(self.data).nbytes + sum(self.sizes) >= _STORED_BYTES
 
     def blocks(self) -> Iterator[Any]:
@@ -54,7 +54,7 @@ class Parcel:
 
     def store(self) -> Any:
         """Return this object, or a reference to it in Ray's object store if it is large."""
-        if self.reference is None and self.is_large:
+        if self.reference is None and self.belongs_in_object_store:
             import ray
 
             self.reference = ray.put(self)
@@ -65,13 +65,13 @@ class Parcel:
         data = pickle.PickleBuffer(self.data) if protocol >= 5 else self.data
         return Parcel, (data, self.buffers)
 
-    def value(self, copies: bool = True) -> Any:
+    def unpack(self, copies: bool = True) -> Any:
         """Return the value. With `copies`, copy arrays out of Ray's read-only shared memory."""
         if self.reference is not None:
             import ray
 
             stored: Parcel = ray.get(self.reference)
-            return stored.value(copies)
+            return stored.unpack(copies)
         if callable(self.buffers):
             buffers = self.buffers()
         else:
@@ -79,10 +79,10 @@ class Parcel:
         return pickle.loads(self.data, buffers=buffers)
 
 
-def dumps(value: Any, is_small: Any = None, portable: bool = False) -> bytes:
+def dumps(value: Any, stays_in_band: Any = None, portable: bool = False) -> bytes:
     """Pickle a value. Ray references stay valid in other processes. See `pack`."""
     with io.BytesIO() as file:
-        _pickler(portable)(file, protocol=5, buffer_callback=is_small).dump(value)
+        _pickler(portable)(file, protocol=5, buffer_callback=stays_in_band).dump(value)
         return file.getvalue()
 
 
@@ -114,13 +114,13 @@ def pack(value: Any, portable: bool = False) -> Parcel:
     """
     large: list[pickle.PickleBuffer] = []
 
-    def is_small(buffer: pickle.PickleBuffer) -> bool:
+    def stays_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffer.raw().nbytes < _LARGE_BYTES:
             return True
         large.append(buffer)
         return False
 
-    return Parcel(dumps(value, is_small, portable), large)
+    return Parcel(dumps(value, stays_in_band, portable), large)
 
 
 def portable_pickler(kind: Any) -> Any:

@@ -24,7 +24,7 @@ from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import last_frame, shows_full_tracebacks, stacks
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
-from raysgd.cluster.large_values import FileContent, Incoming, is_small, send
+from raysgd.cluster.large_values import FileContent, Incoming, fits_ray_message, send
 from raysgd.cluster.serialization import Parcel, pack, unpicklable_key
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
@@ -64,13 +64,13 @@ class Outcome:
     traceback: str = ""
     split: int = 0  # micro-batches per batch for repeating the call, or 0 if more would not help
 
-    def value(self) -> Any:
+    def unpack(self) -> Any:
         """Return the value or the exception."""
         return _unpack(self.payload)
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""
-        error: BaseException = self.value()
+        error: BaseException = self.unpack()
         if self.traceback:
             head, _, text = self.traceback.partition(":\n")
             _, frame = last_frame(text)
@@ -364,7 +364,7 @@ def _has_cause(error: BaseException | None, test: Callable[[BaseException], bool
 
 
 def _unpack(value: Any, copies: bool = True) -> Any:
-    return value.value(copies) if isinstance(value, Parcel) else value
+    return value.unpack(copies) if isinstance(value, Parcel) else value
 
 
 def _pack_answer(value: Any) -> Parcel:
@@ -381,7 +381,7 @@ def _pack_answer(value: Any) -> Parcel:
 
 
 def _send_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:
-    if inbox is None or is_small(parcel):
+    if inbox is None or fits_ray_message(parcel):
         return parcel
     return send(inbox, bytes(parcel.data), parcel.sizes, parcel.write)
 
@@ -397,7 +397,7 @@ def _pack_error(error: BaseException) -> Parcel:
     """Pack an exception, or a RemoteError with its text if it cannot be pickled."""
     try:
         packed = pack(error)
-        if isinstance(packed.value(), BaseException):
+        if isinstance(packed.unpack(), BaseException):
             return packed
     except Exception:
         pass

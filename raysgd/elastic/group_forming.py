@@ -83,7 +83,7 @@ class GroupForming:
         departing = [member for member in self._group.members if member not in staying]
         if must_hand_over(self._journal.progress):
             for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
-                if (shards := outcome.value()) is not None:
+                if (shards := outcome.unpack()) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.sort_by_node([*staying, *joining])
         attempt = self._join(entering, entering.index(leader))
@@ -108,7 +108,7 @@ class GroupForming:
         cause = "; ".join(f"a worker has left {member.name}" for member in departing)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
         self._journal.record(kind, joining or entering, cause=cause, seconds=seconds)
-        for warning in filter(None, {outcome.value() for outcome in attempt.outcomes.values()}):
+        for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
             logger.warning("%s", warning)
         return state_machine.GroupFormed()
 
@@ -118,7 +118,7 @@ class GroupForming:
         if call.departure_request is None or not members:
             return
         outcomes = self._commands.send_to_idle(members, call.departure_request, ANSWER_S)
-        call.departed_results += [e for e in outcomes.values() if e.value() is not None]
+        call.departed_results += [e for e in outcomes.values() if e.unpack() is not None]
         call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts

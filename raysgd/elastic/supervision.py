@@ -179,7 +179,7 @@ class Supervision:
         member, outcome = attempt.first_error or (None, None)
         self._split = 0 if outcome is None else outcome.split
         if member and outcome and outcome.split:  # memory ran out
-            cause = repr(outcome.value())
+            cause = repr(outcome.unpack())
             self._journal.record("split", [member], cause=cause, factor=outcome.split)
         if attempt.lost:
             return WorkersLost(lost=attempt.lost)

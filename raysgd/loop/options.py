@@ -149,7 +149,9 @@ class Options(ABC):
         if packed is None:
             return self.training_operator_cls, self.config
         # Large arrays stay in Ray's shared memory, which is read-only.
-        contents: tuple[Any, dict[str, Any]] = packed.value(copies=not packed.is_large)
+        contents: tuple[Any, dict[str, Any]] = packed.unpack(
+            copies=not packed.belongs_in_object_store
+        )
         return contents
 
     # ---- derived values

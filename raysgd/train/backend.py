@@ -76,7 +76,7 @@ class _Run:
     def send(self, request: Request) -> list[Any]:
         """Return the answers of the workers by rank."""
         self.call.request = request
-        return [outcome.value() for outcome in self.controller.run(self.call)]
+        return [outcome.unpack() for outcome in self.controller.run(self.call)]
 
     def begin(self) -> None:
         """Send the function and the data to all workers."""
@@ -345,7 +345,7 @@ class BackendExecutor:
             return self.worker_group.execute(train_func)
         self._await_idle_workers(controller)
         call = Call(request=ApplyRequest(function=train_func), method="run")
-        return [outcome.value() for outcome in controller.run(call)]
+        return [outcome.unpack() for outcome in controller.run(call)]
 
     # ---- checkpoints
 

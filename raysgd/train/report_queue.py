@@ -57,7 +57,7 @@ class TrainingResult:
     def metrics(self) -> Any:
         """A copy of the report. Raises TypeError if this process cannot unpickle it."""
         try:
-            return None if self.content is None else self.content.value()
+            return None if self.content is None else self.content.unpack()
         except Exception as error:
             raise TypeError(
                 f"The driver cannot unpickle a report: {error!r}. Report plain values, or make "

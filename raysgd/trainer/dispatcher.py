@@ -106,7 +106,7 @@ class Dispatcher:
         call = Call(request=request, **{"max_losses": _MAX_LOSSES, **options})
         if not isinstance(request, LoadRequest):
             call.replay = self._replay_of
-        return [outcome.value() for outcome in self.controller.run(call)]
+        return [outcome.unpack() for outcome in self.controller.run(call)]
 
     def _replay_of(self, reached: Reached) -> Call | None:
         """Return the call that repeats training up to `reached`."""
@@ -145,7 +145,7 @@ class Dispatcher:
                 call.on_wait = self.callback_list.watch(trainer, "train")
                 call.log_points.show = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
-                results = [outcome.value() for outcome in controller.run(call)]
+                results = [outcome.unpack() for outcome in controller.run(call)]
                 seconds, ended = seconds + time.perf_counter() - started, time.time()
                 is_paused = results[0] is None
                 self.callback_list.pause(trainer)
@@ -154,7 +154,7 @@ class Dispatcher:
             self._report_bad_steps(trainer)
         assert call.first_position is not None
         reached, speed = controller.journal.reached, controller.speed.end_lap("train")
-        results += [outcome.value() for outcome in call.departed_results]
+        results += [outcome.unpack() for outcome in call.departed_results]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, reached.epoch_samples)
         return CallResult(results, merged, reached.epoch > call.first_position.epoch, last_call)
@@ -192,7 +192,7 @@ class Dispatcher:
         position = Reached(epoch=newest.epoch, global_step=newest.global_step)
         journal.progress = Progress(position, updates=committed.updates)
         try:
-            measured = [each.value() if isinstance(each, Parcel) else each for each in packed]
+            measured = [each.unpack() if isinstance(each, Parcel) else each for each in packed]
             merged = self._merge(measured)
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
             self.callback_list.call_hook("on_log", trainer, call, metrics)

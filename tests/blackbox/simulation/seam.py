@@ -179,7 +179,7 @@ class Task:
 
     def __post_init__(self):
         if self.method == "handle":
-            self.request = self.arguments[0].value()
+            self.request = self.arguments[0].unpack()
 
 
 @dataclass

@@ -54,7 +54,7 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     assert before not in controller.members
     assert len(controller.members) == num_workers
     assert world.trained == list(range(1, 201))
-    assert [outcome.value() for outcome in record.departed_results] == ["of 0"]
+    assert [outcome.unpack() for outcome in record.departed_results] == ["of 0"]
     assert record.num_losses == 0
 
 
@@ -73,7 +73,7 @@ def test_metrics_of_a_departed_worker_do_not_count_if_its_steps_run_again(start,
     assert kinds(controller)[-1] == "restarted"
     repeated = controller.events[-1].step == 0
     assert repeated == (snapshot_every == 1000)
-    assert [outcome.value() for outcome in record.departed_results] == ["of 1"] * (not repeated)
+    assert [outcome.unpack() for outcome in record.departed_results] == ["of 1"] * (not repeated)
 
 
 def test_leaving_worker_that_dies_is_no_loss(start):

@@ -34,8 +34,8 @@ def test_an_answer_passes_through_the_inbox_if_it_is_large(size):
         outcome = worker.handle(size, inbox.expect())
     assert isinstance(outcome.payload, Address) == (size == LARGE)
     outcome.payload = inbox.resolve(outcome.payload)
-    np.testing.assert_equal(outcome.value(), make(size))
-    outcome.value()["a"][0] = 1  # belongs to the caller
+    np.testing.assert_equal(outcome.unpack(), make(size))
+    outcome.unpack()["a"][0] = 1  # belongs to the caller
 
 
 def write_all(file):
@@ -55,7 +55,7 @@ def write_file(write, file):
     with large_values.Inbox([LOOPBACK], file.restart) as inbox:
         outcome = worker.handle(None, inbox.expect())
     outcome.payload = inbox.resolve(outcome.payload)
-    return outcome.value()
+    return outcome.unpack()
 
 
 def test_a_second_attempt_replaces_what_the_first_has_written(tmp_path):

@@ -41,7 +41,7 @@ def test_tensors_of_all_kinds_arrive_as_they_were(shape, dtype, order):
     axes = list(range(len(shape)))
     order.shuffle(axes)
     value = {"t": tensor, "permuted": tensor.permute(axes), "array": np.ones(shape)}
-    for arrived in (through_ray(pack(value)).value(), pickle.loads(dumps(value))):
+    for arrived in (through_ray(pack(value)).unpack(), pickle.loads(dumps(value))):
         assert all(same(value[name], arrived[name]) for name in value)
 
 
@@ -53,7 +53,7 @@ def test_large_values_travel_without_a_copy(make):
     (buffer,) = packed.buffers
     value[0] = 7  # the buffer still shares the memory of the value
     assert bytes(buffer)[:4] != bytes(4) or bytes(buffer)[:8] != bytes(8)
-    first, second = through_ray(packed).value()
+    first, second = through_ray(packed).unpack()
     assert first is second
     first[1] = 3  # needs writable memory
     assert value[1] == 0
@@ -63,7 +63,7 @@ def test_read_only_arrays_stay_in_the_memory_of_ray():
     arrived = through_ray(pack(np.zeros(LARGE)))
     tracemalloc.start()
     try:
-        value = arrived.value(copies=False)
+        value = arrived.unpack(copies=False)
         assert tracemalloc.get_traced_memory()[1] < LARGE
     finally:
         tracemalloc.stop()
@@ -83,7 +83,7 @@ def test_read_only_arrays_stay_in_the_memory_of_ray():
     ids=["parameter", "grad", "view", "conj", "sparse", "channels-last"],
 )
 def test_tensors_that_are_not_plain_keep_their_properties(tensor):
-    arrived = through_ray(pack(tensor)).value()
+    arrived = through_ray(pack(tensor)).unpack()
     assert type(arrived) is type(tensor)
     assert arrived.requires_grad == tensor.requires_grad
     assert arrived.is_sparse == tensor.is_sparse
@@ -95,7 +95,7 @@ def test_tensors_that_are_not_plain_keep_their_properties(tensor):
 def test_functions_that_seem_to_use_torch_distributed_config_can_be_sent():
     """The names `distributed` and `config` make cloudpickle pickle `torch.distributed.config`."""
     pytest.importorskip("torch.distributed.config", reason="PyTorch has it since 2.10")
-    there = through_ray(pack(lambda own: (torch.distributed.is_available(), own.config))).value()
+    there = through_ray(pack(lambda own: (torch.distributed.is_available(), own.config))).unpack()
     assert there(SimpleNamespace(config=3)) == (True, 3)
 
 
@@ -127,14 +127,14 @@ def test_large_value_is_stored_once_without_a_copy_on_the_driver(store):
     assert len(store) == 1
     assert len(store[0][0]) < 1000
     assert (packed.data, packed.buffers) == (b"", ())
-    assert packed.value()["array"].sum() == 2**18  # a worker in this process reads it this way
+    assert packed.unpack()["array"].sum() == 2**18  # a worker in this process reads it this way
 
 
 def test_workers_share_large_arrays_and_have_their_own_tensors(store):
     config = {"array": np.ones(2**18), "tensor": torch.ones(2**18)}
     options = TorchOptions(training_operator_cls=print, config=config, num_workers=2)
     sent = ray.get(pack(options).store())
-    arrived = sent.value(copies=False)
+    arrived = sent.unpack(copies=False)
     (_, first), (_, second) = arrived.unpack(), arrived.unpack()
     assert np.shares_memory(first["array"], second["array"])
     assert not first["array"].flags.writeable
@@ -145,7 +145,7 @@ def test_workers_share_large_arrays_and_have_their_own_tensors(store):
 def test_a_small_config_is_fresh_for_each_setup():
     config = {"array": np.ones(2**12), "tensor": torch.ones(2**12)}
     options = TorchOptions(training_operator_cls=print, config=config)
-    arrived = through_ray(pack(options)).value(copies=False)
+    arrived = through_ray(pack(options)).unpack(copies=False)
     (_, first), (_, second) = arrived.unpack(), arrived.unpack()
     for value in first.values():
         value += 1

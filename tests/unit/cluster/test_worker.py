@@ -143,7 +143,7 @@ def test_a_value_comes_back(worker, value):
     assert isinstance(outcome.payload, Parcel)
     outcome = pickle.loads(pickle.dumps(outcome))
     assert outcome.kind == "ok"
-    got = outcome.value()
+    got = outcome.unpack()
     assert got() == 3 if callable(value) else got == value
 
 
@@ -172,7 +172,7 @@ def test_in_the_drivers_process_nothing_is_pickled():
     worker = Worker(has_own_process=False)
     worker.create(None, FakeRunner(), None, [])
     for value in (threading.Lock(), pickle.dumps("secret")):
-        assert call(worker, lambda value=value: value, inline=True).value() is value
+        assert call(worker, lambda value=value: value, inline=True).unpack() is value
 
 
 # ---- failures
@@ -375,7 +375,7 @@ def test_a_pause_ends_with_its_generation(worker):
 def test_a_snapshot_is_pickled_if_there_is_one(worker):
     assert worker.send_snapshot(None, 0) is None
     worker.runner.step = 4
-    assert worker.send_snapshot(None, 0).value() == {"step": 4}
+    assert worker.send_snapshot(None, 0).unpack() == {"step": 4}
     assert worker.runner.calls[-1] == ("sent", {"step": 4})
     assert Worker().send_snapshot(None, 0) is None
 

@@ -73,9 +73,9 @@ def test_a_thread_member_works_in_a_thread_of_its_own():
         member.submit_control(Worker.progress).result(20) == Progress()
     )  # while the work thread is busy
     gate.set()
-    assert busy.result(20).value() is True
+    assert busy.result(20).unpack() is True
     asked = member.submit_work(Worker.handle, request_of("run", function=threading.get_ident))
-    assert asked.result(20).value() != threading.get_ident()
+    assert asked.result(20).unpack() != threading.get_ident()
     member.kill()
 
 

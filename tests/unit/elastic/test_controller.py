@@ -30,7 +30,7 @@ def fail_all_to_talk(members):
 
 def test_outcomes_come_in_the_order_of_the_ranks(world):
     controller = world.drive(3).controller
-    assert [outcome.value() for outcome in run(controller, "work")] == [0, 1, 2]
+    assert [outcome.unpack() for outcome in run(controller, "work")] == [0, 1, 2]
     assert isinstance(controller.state, Ready)
     assert kinds(controller) == ["started"]
     assert controller.events[0].ranks == (0, 1, 2)

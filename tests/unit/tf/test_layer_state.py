@@ -168,7 +168,7 @@ def own_objects():
 
 def test_a_model_travels_with_the_classes_and_functions_of_its_script():
     model = own_objects()
-    found = from_portable(pack(to_portable(model)).value())
+    found = from_portable(pack(to_portable(model)).unpack())
     assert type(found).__name__ == "Model"
     data = (NUMBERS, TARGETS)
     np.testing.assert_array_equal(found(NUMBERS), model(NUMBERS))
@@ -186,5 +186,5 @@ def test_functions_of_equal_names_stay_apart():
     offset = 3.0
     layers = [L.Dense(3, scaled(2.0)), L.Dense(3, scaled(-3.0)), L.Lambda(lambda x: x + offset)]
     model = keras.Sequential([keras.Input((3,)), *layers, L.Dense(1, lambda x: tf.nn.relu(x))])
-    found = from_portable(pack(to_portable(model)).value())
+    found = from_portable(pack(to_portable(model)).unpack())
     np.testing.assert_array_equal(found(NUMBERS), model(NUMBERS))
