@@ -65,10 +65,10 @@ class SnapshotKeeper:
     def _copy(self, state: Any) -> ReadState:
         packed = state if isinstance(state, Parcel) else pack(state)
         try:
-            return store_copy(packed).value
+            return store_copy(packed).unpack
         except StorageError as error:
             self._warn_of_disk(error)
-            return functools.partial(packed.value, copies=False)  # stays in memory
+            return functools.partial(packed.unpack, copies=False)  # stays in memory
 
     def request_newer(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot from the members, without waiting."""

@@ -11,7 +11,7 @@ ROOT = Path(raysgd.__file__).parents[1]
 WORDS = re.compile(
     r"\b(num_shards|is_sharded|fully_sharded|use_horovod"
     r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|EqualBits\w*|FullySharded\w*|ShardedOptimizers?"
-    r"|HorovodGradients|ReplicatedGradients|UserWrappedGradients|OwnModels)\b"
+    r"|HorovodExchange|ReplicatedExchange|UserWrappedExchange|OwnModels)\b"
 )
 ALLOWED = re.compile(
     r"torch/strategies/|(loop|torch|tf)/options\.py|torch/conflicts\.py|(torch|tf)/trainer\.py"

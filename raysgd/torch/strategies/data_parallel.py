@@ -34,7 +34,7 @@ class OwnModels(Replication):
     replicates: bool = forward_to(lambda self: any(map(ddp.is_ddp, self._registered.models)))
 
 
-class GroupGradients(GradientExchange):
+class GroupExchange(GradientExchange):
     """What the exchanges have in common: the registered models, and the group of workers."""
 
     def __init__(self, registered: RegisteredObjects) -> None:
@@ -89,7 +89,7 @@ class GroupGradients(GradientExchange):
         return registered.context.distributed and registered.replication.replicates
 
 
-class UserWrappedGradients(GroupGradients):
+class UserWrappedExchange(GroupExchange):
     """Averages gradients only of models that user code has wrapped."""
 
     _wrappers: Sequence[DistributedDataParallel] = ()
@@ -148,7 +148,7 @@ class UserWrappedGradients(GroupGradients):
         self._set_sync(True)
 
 
-class ReplicatedGradients(UserWrappedGradients):
+class ReplicatedExchange(UserWrappedExchange):
     """Wraps all models that user code has not wrapped."""
 
     keeps_all_equal = True

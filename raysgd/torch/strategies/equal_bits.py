@@ -39,7 +39,7 @@ from raysgd.loop.update import Update
 from raysgd.torch import conflicts
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.orders import seed_all
-from raysgd.torch.strategies.data_parallel import GroupGradients, broadcast_models
+from raysgd.torch.strategies.data_parallel import GroupExchange, broadcast_models
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import (
     copy_leaf,
@@ -62,7 +62,7 @@ _SHARDS_DIFFER = (
 )
 
 
-class EqualBitsGradients(GroupGradients):
+class EqualBitsExchange(GroupExchange):
     """Sums of gradients in a fixed order, instead of averages.
 
     The gradient of a loss has the weight ``items of the part / samples of the update``. If user

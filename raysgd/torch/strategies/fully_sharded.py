@@ -1,7 +1,7 @@
 """Shard parameters, gradients, and optimizer state over the workers: ``sharding="full"``.
 
 PyTorch's ``fully_shard`` gathers parameters before a module needs them, and reduces the gradients
-to each worker's rows. `FullyShardedGradients` uses these rows. `FullyShardedModel` extends
+to each worker's rows. `FullyShardedExchange` uses these rows. `FullyShardedModel` extends
 `ShardedOptimizer`, and also shards the parameters.
 """
 
@@ -26,7 +26,7 @@ from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.data_parallel import GroupGradients
+from raysgd.torch.strategies.data_parallel import GroupExchange
 from raysgd.torch.strategies.fsdp import ShardedModels
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.strategies.shards import PARAMETER, Piece, ShardUpdate
@@ -236,7 +236,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
             self._shard_models()
 
 
-class FullyShardedGradients(GroupGradients):
+class FullyShardedExchange(GroupExchange):
     """Gradients of sharded models. A backward pass leaves each worker the mean of its rows."""
 
     keeps_all_equal = True

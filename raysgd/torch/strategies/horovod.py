@@ -13,10 +13,10 @@ from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.update import Update
 from raysgd.torch import tensors
-from raysgd.torch.strategies.data_parallel import GroupGradients, broadcast_models
+from raysgd.torch.strategies.data_parallel import GroupExchange, broadcast_models
 
 
-class HorovodGradients(GroupGradients):
+class HorovodExchange(GroupExchange):
     """Averages the gradients of each optimizer over the workers.
 
     The user's optimizers make the updates, so that schedulers and references stay valid. The

@@ -16,12 +16,12 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
 from raysgd.torch.strategies.data_parallel import (
     OwnModels,
-    ReplicatedGradients,
-    UserWrappedGradients,
+    ReplicatedExchange,
+    UserWrappedExchange,
 )
-from raysgd.torch.strategies.equal_bits import EqualBitsGradients
+from raysgd.torch.strategies.equal_bits import EqualBitsExchange
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.strategies.horovod import HorovodGradients
+from raysgd.torch.strategies.horovod import HorovodExchange
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizers
 
 
@@ -53,14 +53,14 @@ def _fully_sharded() -> ModuleType:
 
 
 STRATEGIES = {
-    "equal bits": Strategy(EqualBitsGradients),
-    "one worker": Strategy(UserWrappedGradients),
-    "Horovod": Strategy(HorovodGradients),
-    "own models": Strategy(UserWrappedGradients, OwnModels),
-    "replicated": Strategy(ReplicatedGradients),
-    "optimizer": Strategy(ReplicatedGradients, ShardedOptimizers, ("copies",), check_shardable),
+    "equal bits": Strategy(EqualBitsExchange),
+    "one worker": Strategy(UserWrappedExchange),
+    "Horovod": Strategy(HorovodExchange),
+    "own models": Strategy(UserWrappedExchange, OwnModels),
+    "replicated": Strategy(ReplicatedExchange),
+    "optimizer": Strategy(ReplicatedExchange, ShardedOptimizers, ("copies",), check_shardable),
     "full": Strategy(
-        lambda registered: _fully_sharded().FullyShardedGradients(registered),
+        lambda registered: _fully_sharded().FullyShardedExchange(registered),
         lambda *arguments: _fully_sharded().FullyShardedModel(*arguments),
         sharding_args=("copies", "wrap"),
         check=check_fully_shardable,

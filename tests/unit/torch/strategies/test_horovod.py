@@ -8,13 +8,13 @@ START = """
 from types import SimpleNamespace
 import horovod.torch as hvd
 import pytest, torch
-from raysgd.torch.strategies.horovod import HorovodGradients
+from raysgd.torch.strategies.horovod import HorovodExchange
 
 def build(dtype=torch.float32, **arguments):
     model = torch.nn.Linear(3, 2, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = SimpleNamespace(models=[model], optimizers=[optimizer], accumulation_steps=1)
-    exchange = HorovodGradients(state)
+    exchange = HorovodExchange(state)
     exchange.wrap({}, arguments)
     return model, optimizer, exchange
 
