@@ -69,9 +69,9 @@ class Update:
                            here, and takes the gradients
     - averages             ``in_optimizer_step`` begins. ``divisor`` is 0 if no worker has items
     - features             ``before_optimizer_step`` may set `bad_step`
-    - the step, if both    ``running`` is the optimizer, as in ``optimizer.step()`` of user code
+    - the step, if both    ``running_optimizer`` is it, as in ``optimizer.step()`` of user code
       allow it
-    - the end              ``done`` counts the step, even if skipped. ``in_optimizer_step`` ends
+    - the end              ``counts`` has the step, even if skipped. ``in_optimizer_step`` ends
     the next request       `should_commit`, and features may refuse in ``before_commit``
     =====================  ======================================================================
     """
@@ -149,7 +149,7 @@ class Update:
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
         self.index = -1
-        for key, count in self.optimizer_steps.done.items():
+        for key, count in self.optimizer_steps.counts.items():
             if count > self.optimizer_steps.usual_counts.get(key, 0):
                 self.optimizer_steps.usual_counts[key] = count
 
@@ -166,22 +166,22 @@ class OptimizerSteps:
         self.reset()
 
     def reset(self) -> None:
-        self.running: Any = None  # the optimizer whose step runs
+        self.running_optimizer: Any = None  # the optimizer whose step runs
         self.in_optimizer_step = False  # the optimizer's step runs within ``optimizer_step``
         self.requested: set[int] = set()
         """IDs of the optimizers whose step was requested in this micro-batch."""
-        self.done: defaultdict[int, int] = defaultdict(int)
+        self.counts: defaultdict[int, int] = defaultdict(int)
         """Number of steps by the ID of each optimizer that has stepped."""
         self.are_skipped = False  # all of them, for lack of items
 
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
-        losses, self.running = self._update.losses, None
+        losses, self.running_optimizer = self._update.losses, None
         self.have_begun = True
-        self.are_skipped = not losses.divisor and (self.are_skipped or not self.done)
+        self.are_skipped = not losses.divisor and (self.are_skipped or not self.counts)
         losses.awaits_count = losses.awaits_count or not losses.num_earlier
         if self._update.index >= 0:
-            self.done[id(optimizer)] += 1
+            self.counts[id(optimizer)] += 1
 
     @property
     def need_copies(self) -> bool:
@@ -196,10 +196,14 @@ class OptimizerSteps:
 
         The steps then count, even if the loop raises.
         """
-        if self._update.has_fixed_parts or self.running is not None or not self.optimizers:
+        if (
+            self._update.has_fixed_parts
+            or self.running_optimizer is not None
+            or not self.optimizers
+        ):
             return False
         usual = {id(each): self.usual_counts.get(id(each), 1) for each in self.optimizers}
-        return all(self.done.get(key, 0) >= count for key, count in usual.items())
+        return all(self.counts.get(key, 0) >= count for key, count in usual.items())
 
 
 class LossCount(NamedTuple):

@@ -131,7 +131,7 @@ class KerasOptimization(StepFeature):
         if len(self._train_state.optimizers) > 1:
             for variable in [*changed, *optimizer.variables]:
                 self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
-        update.optimizer_steps.running = optimizer
+        update.optimizer_steps.running_optimizer = optimizer
         self._train_state.graphs.apply(optimizer, means, changed)
         update.optimizer_steps.end(optimizer)
 
@@ -142,7 +142,7 @@ class KerasOptimization(StepFeature):
     def roll_back(self, update: Update) -> None:
         for variable, value in self._before.values():
             variable.assign(value)
-        if update.optimizer_steps.running is not None and not self._before:
+        if update.optimizer_steps.running_optimizer is not None and not self._before:
             update.is_damaged = True
         self.commit(update)
 

@@ -140,7 +140,7 @@ class Optimization(StepFeature):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False
         steps = update.optimizer_steps
-        steps.in_optimizer_step, before = True, steps.done.get(id(optimizer))
+        steps.in_optimizer_step, before = True, steps.counts.get(id(optimizer))
         try:
             self._registered.exchange.average(optimizer)
             if update.losses.divisor:
@@ -150,7 +150,7 @@ class Optimization(StepFeature):
                     self._registered.precision.step(optimizer)
         finally:
             steps.in_optimizer_step = False
-        if steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
+        if steps.counts.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._step_post_hook(optimizer)
         optimizer.zero_grad(set_to_none=True)
         if update.losses.num_earlier:
@@ -172,7 +172,7 @@ class Optimization(StepFeature):
                 exchange.average(optimizer)
                 if not update.losses.divisor:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
-        update.optimizer_steps.running = optimizer
+        update.optimizer_steps.running_optimizer = optimizer
         if closure is None:
             return args, kwargs
 
@@ -201,7 +201,7 @@ class Optimization(StepFeature):
     def commit(self, update: Update) -> None:
         self._accumulated = AccumulatedGradients()
         has_several = len(self._registered.optimizers) > 1
-        if has_several and update.losses.uses_backward and update.optimizer_steps.done:
+        if has_several and update.losses.uses_backward and update.optimizer_steps.counts:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()

@@ -93,7 +93,7 @@ class Rollback(StepFeature):
             for backup in reversed(self._backups):
                 backup.restore()
                 changed.difference_update(map(id, backup.parameters))
-        elif update.optimizer_steps.running is not None:
+        elif update.optimizer_steps.running_optimizer is not None:
             update.is_damaged = True  # an optimizer may change its state before parameters
         update.is_damaged = update.is_damaged or bool(changed)
 

@@ -50,20 +50,20 @@ class StepChecks(StepFeature):
 
     def check_has_stepped(self, update: Update) -> None:
         """Reject an update of several micro-batches without a step of an optimizer."""
-        if update.losses.num_earlier and not update.optimizer_steps.done:
+        if update.losses.num_earlier and not update.optimizer_steps.counts:
             self._reject("train_batch makes no update in the last batch of a group")
 
     def commit(self, update: Update) -> None:
         self._watched.clear()
         steps, losses, why = update.optimizer_steps, update.losses, ""
-        self._keeps_gradients = not steps.done and any(map(_has_gradients, steps.optimizers))
+        self._keeps_gradients = not steps.counts and any(map(_has_gradients, steps.optimizers))
         if self._collective or self._registered.options.elastic.shares != "even":
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
             elif self._collective and losses.counted_items is None:
                 why = f"calls {self._collective}, and self.backward(loss) without num_samples"
         num_even = self._registered.context.world_size * update.plan.num_samples if why else 0
-        if steps.done and why and update.plan.total_samples not in (None, num_even):
+        if steps.counts and why and update.plan.total_samples not in (None, num_even):
             self._registered.warn_once(
                 "weight",
                 "The workers have different numbers of samples in step %d, and train_batch %s. "
@@ -95,7 +95,7 @@ class StepChecks(StepFeature):
 
     def _refuse_collective(self, name: str) -> None:
         update = self._update
-        if not update.is_open or update.optimizer_steps.running is not None:
+        if not update.is_open or update.optimizer_steps.running_optimizer is not None:
             return
         self._collective = name
         self._refuse_split(

@@ -215,7 +215,7 @@ class ReplicatedExchange(UserWrappedExchange):
         untrained = [each for each in self._passes if each.first_pass is None]
         skipped = [each for each in untrained if each.first_pass_before is not None]
         skipped.sort(key=lambda each: each.first_pass_before or 0)
-        if not update.optimizer_steps.done and len(untrained) == len(self._passes):
+        if not update.optimizer_steps.counts and len(untrained) == len(self._passes):
             skipped = (skipped or untrained)[:1]
         parameters = [parameter for each in skipped for parameter in each.model.parameters()]
         if any(parameter.grad is not None for parameter in parameters):

@@ -177,7 +177,7 @@ class EqualBitsExchange(GroupExchange):
         self._clear()
 
     def roll_back(self, update: Update) -> None:
-        if update.optimizer_steps.done:
+        if update.optimizer_steps.counts:
             for scale, before in zip(self._precision.scale_tensors(), self._scales, strict=True):
                 scale.copy_(before)
             schedulers = self._registered.schedulers

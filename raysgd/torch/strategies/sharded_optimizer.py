@@ -216,8 +216,10 @@ class ShardedOptimizer(StepFeature):
             for piece in self._running[1]:
                 piece.version = _PARTIAL
             self._restore_params()
-        if update.optimizer_steps.running is self.optimizer:
-            update.optimizer_steps.running = None  # parameters change together, after the step
+        if update.optimizer_steps.running_optimizer is self.optimizer:
+            update.optimizer_steps.running_optimizer = (
+                None  # parameters change together, after the step
+            )
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
         if update.is_open and update.optimizer_steps.need_copies:
             self._version = self._committed_version  # `Rollback` restores the parameters

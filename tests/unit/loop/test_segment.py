@@ -59,7 +59,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
     next(steps)
     for _ in range(2):
         train_state.registered.optimizers[0].step()
-    assert [*train_state.update.optimizer_steps.done.values()] == [2]
+    assert [*train_state.update.optimizer_steps.counts.values()] == [2]
     assert steps.end_after_error() == ["a"]
     assert train_state.global_step == 0
     for fails_in_another, again in ((False, []), (True, ["a"])):
@@ -68,7 +68,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         for optimizer in train_state.registered.optimizers:
             optimizer.step()
         if fails_in_another:
-            train_state.update.optimizer_steps.running = optimizer
+            train_state.update.optimizer_steps.running_optimizer = optimizer
         assert steps.end_after_error() == again
 
 

@@ -304,7 +304,7 @@ class Fails(Trains):
 
     def train_batch(self, batch, batch_info):
         result = super().train_batch(batch, batch_info)
-        if self._train_state.update.optimizer_steps.done:
+        if self._train_state.update.optimizer_steps.counts:
             self.scheduler.step()
             if self.global_step == self.fails_at:
                 self.fails_at = None
