@@ -62,7 +62,7 @@ class SnapshotStatus(NamedTuple):
     num_changes: int = 0  # changes between steps that outdated the snapshots
 
 
-class Updates(NamedTuple):
+class UpdateStatus(NamedTuple):
     """How a worker updates its models. `raysgd.trainer` reads it."""
 
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
@@ -98,7 +98,7 @@ class Progress(NamedTuple):
     bar: Bar = Bar()
     measured: Measured = Measured()
     snapshot: SnapshotStatus = SnapshotStatus()
-    updates: Updates = Updates()
+    updates: UpdateStatus = UpdateStatus()
     holdings: Holdings = Holdings()
     process: ProcessStatus = ProcessStatus()
 

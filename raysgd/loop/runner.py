@@ -192,7 +192,7 @@ class OperatorRunner(Runner, ABC):
             bar=bar,
             measured=measured,
             snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_changes),
-            updates=progress.Updates(train_state.micro_batching.split, bad_steps),
+            updates=progress.UpdateStatus(train_state.micro_batching.split, bad_steps),
             holdings=train_state.holdings,
             process=progress.ProcessStatus(True, failed_at),  # blocked if this worker has returned
         )

@@ -214,7 +214,7 @@ class TrainState(ABC):
             preserving(self.position),
             self.restoring_models(),
             preserving(update),
-            preserving(update.losses),
+            preserving(update.loss_weights),
             preserving(update.optimizer_steps),
         ):
             yield
@@ -232,7 +232,7 @@ class TrainState(ABC):
     def begin_generation(self, context: WorkerContext) -> None:
         self.is_new = self.is_new or self.context.is_alone
         self.settings.context = context
-        self.update.losses.expected_total = None  # new workers must use the same number
+        self.update.loss_weights.expected_total = None  # new workers must use the same number
         self.data.repartition()
         for feature in self.features:
             feature.begin_generation()

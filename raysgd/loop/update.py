@@ -62,7 +62,7 @@ class Update:
 
     =====================  ======================================================================
     `begin_micro_batch`    gradients of earlier micro-batches are out of ``.grad``
-    ``backward()``         they return, and `losses` weights them and the loss: ``has_loss``,
+    ``backward()``         they return, and `loss_weights` weights them and the loss: ``has_loss``,
                            ``divisor``. Workers average gradients in the last micro-batch: in this
                            pass, or else before the step
     ``optimizer_step()``   ``requested`` has the optimizer. Before the last micro-batch, it ends
@@ -85,7 +85,7 @@ class Update:
         """Metrics of the segment in progress, which ``train_epoch`` creates. They hold those of the
         update until its commit."""
         self.is_damaged = False  # an update or a load left changes that no feature could restore
-        self.losses = LossWeights(self)
+        self.loss_weights = LossWeights(self)
         self.optimizer_steps = OptimizerSteps(self)
         self.reset()
 
@@ -99,7 +99,7 @@ class Update:
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.index = -1  # of the current micro-batch; -1 unless the update is open
         self.micro_batch, self.in_last_micro_batch = _NO_BATCH, True
-        self.losses.reset()
+        self.loss_weights.reset()
         self.optimizer_steps.reset()
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
@@ -108,8 +108,8 @@ class Update:
         self.is_committing = False
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.optimizer_steps.requested = set()
-        self.losses.num_earlier += self.losses.has_loss
-        self.losses.has_loss, self.losses.awaits_count = False, True
+        self.loss_weights.num_earlier += self.loss_weights.has_loss
+        self.loss_weights.has_loss, self.loss_weights.awaits_count = False, True
 
     @property
     def is_open(self) -> bool:
@@ -176,10 +176,10 @@ class OptimizerSteps:
 
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
-        losses, self.running_optimizer = self._update.losses, None
+        weights, self.running_optimizer = self._update.loss_weights, None
         self.have_begun = True
-        self.are_skipped = not losses.divisor and (self.are_skipped or not self.counts)
-        losses.awaits_count = losses.awaits_count or not losses.num_earlier
+        self.are_skipped = not weights.divisor and (self.are_skipped or not self.counts)
+        weights.awaits_count = weights.awaits_count or not weights.num_earlier
         if self._update.index >= 0:
             self.counts[id(optimizer)] += 1
 

@@ -101,7 +101,7 @@ class KerasOptimization(StepFeature):
         self._before: dict[int, tuple[Any, Any]] = {}
 
     def begin_micro_batch(self, update: Update) -> None:
-        if update.losses.num_earlier < update.index:
+        if update.loss_weights.num_earlier < update.index:
             self._train_state.micro_batching.refuse_split(
                 "train_batch does not call self.minimize()"
             )
@@ -113,7 +113,7 @@ class KerasOptimization(StepFeature):
             why = "train_batch calls self.minimize() several times"
             self._train_state.micro_batching.refuse_split(why)
         update.optimizer_steps.requested.add(id(optimizer))
-        weight = update.losses.add(LossCount(), collectives.size).loss
+        weight = update.loss_weights.add(LossCount(), collectives.size).loss
         if weight != 1.0:
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
         if not update.has_one_micro_batch:

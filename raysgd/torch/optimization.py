@@ -88,7 +88,7 @@ class Optimization(StepFeature):
     # ---- a micro-batch
 
     def begin_micro_batch(self, update: Update) -> None:
-        if update.losses.num_earlier:
+        if update.loss_weights.num_earlier:
             for optimizer in self._registered.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
 
@@ -108,9 +108,9 @@ class Optimization(StepFeature):
                 self.checks.warn_of_dropped_samples(segment)
         self.checks.before_backward(count)
         clones = len(self._registered.optimizers) > 1
-        self._accumulated.restore(is_first=not update.losses.has_loss, clones=clones)
+        self._accumulated.restore(is_first=not update.loss_weights.has_loss, clones=clones)
         exchange = registered.exchange
-        factors = update.losses.add(count, exchange.num_workers, exchange.all_reduce_sum)
+        factors = update.loss_weights.add(count, exchange.num_workers, exchange.all_reduce_sum)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.items == 0 and not loss.detach().isfinite().all():
@@ -143,7 +143,7 @@ class Optimization(StepFeature):
         steps.in_optimizer_step, before = True, steps.counts.get(id(optimizer))
         try:
             self._registered.exchange.average(optimizer)
-            if update.losses.divisor:
+            if update.loss_weights.divisor:
                 for feature in self._registered.features_with["before_optimizer_step"]:
                     feature.before_optimizer_step(update, optimizer)
                 if update.bad_step is None:
@@ -153,7 +153,7 @@ class Optimization(StepFeature):
         if steps.counts.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._step_post_hook(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        if update.losses.num_earlier:
+        if update.loss_weights.num_earlier:
             for parameter in parameters_of(optimizer):
                 self._accumulated.restored.pop(parameter, None)
         return True
@@ -170,7 +170,7 @@ class Optimization(StepFeature):
             self.checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.average(optimizer)
-                if not update.losses.divisor:
+                if not update.loss_weights.divisor:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
         update.optimizer_steps.running_optimizer = optimizer
         if closure is None:
@@ -201,7 +201,7 @@ class Optimization(StepFeature):
     def commit(self, update: Update) -> None:
         self._accumulated = AccumulatedGradients()
         has_several = len(self._registered.optimizers) > 1
-        if has_several and update.losses.uses_backward and update.optimizer_steps.counts:
+        if has_several and update.loss_weights.uses_backward and update.optimizer_steps.counts:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()

@@ -40,7 +40,7 @@ class StepChecks(StepFeature):
     # ---- hooks of a step
 
     def begin_micro_batch(self, update: Update) -> None:
-        has_gap = update.losses.num_earlier < update.index
+        has_gap = update.loss_weights.num_earlier < update.index
         if has_gap and any(map(_has_gradients, self._registered.optimizers)):
             self._refuse_split(_NO_BACKWARD)
         self._watch_gradients(self._precision.scales_loss)
@@ -50,12 +50,12 @@ class StepChecks(StepFeature):
 
     def check_has_stepped(self, update: Update) -> None:
         """Reject an update of several micro-batches without a step of an optimizer."""
-        if update.losses.num_earlier and not update.optimizer_steps.counts:
+        if update.loss_weights.num_earlier and not update.optimizer_steps.counts:
             self._reject("train_batch makes no update in the last batch of a group")
 
     def commit(self, update: Update) -> None:
         self._watched.clear()
-        steps, losses, why = update.optimizer_steps, update.losses, ""
+        steps, losses, why = update.optimizer_steps, update.loss_weights, ""
         self._keeps_gradients = not steps.counts and any(map(_has_gradients, steps.optimizers))
         if self._collective or self._registered.options.elastic.shares != "even":
             if not losses.uses_backward:
@@ -125,10 +125,10 @@ class StepChecks(StepFeature):
     def before_backward(self, count: LossCount) -> None:
         update, registered = self._update, self._registered
         has_one_batch = registered.accumulation_steps == 1 and not update.has_fixed_parts
-        if has_one_batch and update.losses.has_loss and count.items is not None:
+        if has_one_batch and update.loss_weights.has_loss and count.items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.items is None and not count.is_sum
-        has_gap = update.losses.num_earlier < update.index
+        has_gap = update.loss_weights.num_earlier < update.index
         if has_gap and counts_samples and registered.exchange.num_workers > 1:
             self._reject(_NO_BACKWARD)
         if update.optimizer_steps.requested:
@@ -167,7 +167,7 @@ class StepChecks(StepFeature):
                 "register(max_grad_norm=...), or change them in a hook: call "
                 "optimizer.register_step_pre_hook(fn) in setup, before register."
             )
-        losses = update.losses
+        losses = update.loss_weights
         if not losses.has_loss and (losses.num_earlier or _has_gradients(optimizer)):
             self._reject(_NO_BACKWARD)
 
@@ -178,7 +178,7 @@ class StepChecks(StepFeature):
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
         features = self._registered.features
         why = next((each.why_optimizer_step for each in features if each.why_optimizer_step), "")
-        if not why and update.losses.uses_backward and self._precision.scales_loss:
+        if not why and update.loss_weights.uses_backward and self._precision.scales_loss:
             why = f"the scaled gradients of self.backward(loss) under {self._precision.name}"
         if why:
             raise RuntimeError(

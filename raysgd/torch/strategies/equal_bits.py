@@ -202,7 +202,7 @@ class EqualBitsExchange(GroupExchange):
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
-        if (count := self._update.losses.counted_items) is not None:
+        if (count := self._update.loss_weights.counted_items) is not None:
             device = self._registered.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         of_optimizer = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
@@ -227,14 +227,14 @@ class EqualBitsExchange(GroupExchange):
         self.take_gradients(optimizer)
         parameters = _trainable(optimizer)
         own = self._gradients.pop(id(optimizer))
-        kind = 2 * numbers[id(optimizer)] + (update.losses.counted_items is not None)
+        kind = 2 * numbers[id(optimizer)] + (update.loss_weights.counted_items is not None)
         flags = self._reduce_flags(kind, [*own.flags, *self._buffers.changes()])
         partition: EpochPartition = self._registered.data.training_source.partition
         total = sum_over_workers(own.tree, self._num_parts, partition.shares)
-        if update.losses.counted_items is not None:
+        if update.loss_weights.counted_items is not None:
             *total, count = total
             num_items = count.item()
-            update.losses.divisor = (update.losses.divisor or 1.0) if num_items else 0.0
+            update.loss_weights.divisor = (update.loss_weights.divisor or 1.0) if num_items else 0.0
             if num_items:
                 multiply_all(total, (update.plan.total_samples or 1) / num_items)
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):

@@ -16,7 +16,7 @@ def test_the_usual_update_needs_no_correction_of_gradients():
         update.plan = UpdatePlan(tuple(batches), total)
         for micro_batch in batches:
             update.begin_micro_batch(micro_batch, is_last=micro_batch.step_index == 1)
-            assert update.losses.add(LossCount(), 3) == (1.0, 0.5)
+            assert update.loss_weights.add(LossCount(), 3) == (1.0, 0.5)
 
 
 def test_first_loss_of_a_generation_is_not_scaled_up():
@@ -24,7 +24,7 @@ def test_first_loss_of_a_generation_is_not_scaled_up():
     update = Update()
     update.plan = UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(4)))
     update.begin_micro_batch(MicroBatch(), is_last=False)
-    _, weight = update.losses.add(LossCount(1000.0), 2, lambda count: 2 * count)
+    _, weight = update.loss_weights.add(LossCount(1000.0), 2, lambda count: 2 * count)
     assert weight == pytest.approx(1 / 4, rel=0.5)
 
 
@@ -32,20 +32,24 @@ def test_counts_for_some_batches_of_an_update_are_an_error():
     for first, second in ((None, 3), (3, None)):
         update = Update()
         update.begin_micro_batch(MicroBatch(), is_last=False)
-        update.losses.add(LossCount(first))
+        update.loss_weights.add(LossCount(first))
         update.begin_micro_batch(MicroBatch())
         with pytest.raises(ValueError, match="for all of them or for none"):
-            update.losses.add(LossCount(second))
+            update.loss_weights.add(LossCount(second))
 
 
 def test_counts_of_losses_may_differ_only_in_an_update_of_one_micro_batch():
     update = Update()
     update.begin_micro_batch(MicroBatch())
-    assert update.losses.add(LossCount(3.0)) == update.losses.add(LossCount(4.0)) == (1.0, 1.0)
+    assert (
+        update.loss_weights.add(LossCount(3.0))
+        == update.loss_weights.add(LossCount(4.0))
+        == (1.0, 1.0)
+    )
     update.begin_micro_batch(MicroBatch())
-    update.losses.add(LossCount(3.0))
+    update.loss_weights.add(LossCount(3.0))
     with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):
-        update.losses.add(LossCount(4.0))
+        update.loss_weights.add(LossCount(4.0))
 
 
 @pytest.mark.parametrize("count", ["3", True, [1], 1j, -1, math.inf, math.nan])
