@@ -209,13 +209,21 @@ class OptimizerSteps:
 class LossCount(NamedTuple):
     """What is known about a loss of a micro-batch. By default, it is a mean over its samples."""
 
-    items: float | None = None  # that the loss is a mean over, if user code or raysgd counts them
-    samples: float | None = None  # rows of the batch, if the ``train_batch`` of raysgd counts them
+    num_items: float | None = (
+        None  # that the loss is a mean over, if user code or raysgd counts them
+    )
+    num_samples: float | None = (
+        None  # rows of the batch, if the ``train_batch`` of raysgd counts them
+    )
     is_sum: bool = False  # a sum over samples, and not a mean
 
     def with_samples(self) -> LossCount:
         """Return the count to use if workers do not know the sizes of all batches."""
-        return self if self.is_sum or self.items is not None else self._replace(items=self.samples)
+        return (
+            self
+            if self.is_sum or self.num_items is not None
+            else self._replace(num_items=self.num_samples)
+        )
 
 
 _UNKNOWN = LossCount()
@@ -277,7 +285,7 @@ class LossWeights:
     @property
     def counted_items(self) -> float | None:
         """Items of the micro-batch, if user code has counted those of the newest loss."""
-        return None if self._count.items is None else self._items
+        return None if self._count.num_items is None else self._items
 
     def add(
         self,
@@ -300,11 +308,11 @@ class LossWeights:
             return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(num_workers))
         earlier = 1.0
         # Whether workers communicate must not depend on the numbers.
-        if self.awaits_count or (count.items is not None and update.has_one_micro_batch):
+        if self.awaits_count or (count.num_items is not None and update.has_one_micro_batch):
             earlier = self._set_divisor(count, num_workers, all_reduce)
-        elif count.items not in (None, self._count.items):
+        elif count.num_items not in (None, self._count.num_items):
             raise ValueError(
-                f"backward(num_samples={count.items!r}) follows num_samples={self._count.items} "
+                f"backward(num_samples={count.num_items!r}) follows num_samples={self._count.num_items} "
                 "for another loss of the same batch. With accumulation or equal bits, pass the "
                 "same number."
             )
@@ -327,14 +335,14 @@ class LossWeights:
         return planned / total
 
     def _set_items(self, count: LossCount) -> None:
-        if self.num_earlier and (self._count.items is None) != (count.items is None):
+        if self.num_earlier and (self._count.num_items is None) != (count.num_items is None):
             raise ValueError(
                 "backward(num_samples=...) was passed for some batches of an accumulation "
                 "group. Pass it for all of them or for none."
             )
         self._count = count
         micro_batch = self._update.micro_batch
-        items = micro_batch.num_samples if count.items is None else count.items
+        items = micro_batch.num_samples if count.num_items is None else count.num_items
         if items is None:
             items = micro_batch.weight
         self._items = 0.0 if micro_batch.is_repeated else float(items)
@@ -344,7 +352,7 @@ class LossWeights:
         plan = self._update.plan
         if self._update.has_fixed_parts:
             return float(plan.total_samples or 1)
-        if self._count.items is not None:
+        if self._count.num_items is not None:
             if self.expected_total is None:  # the first update of a generation
                 all_items = self._update.num_planned * all_reduce(self._items)
                 self.expected_total = _power_of_two(all_items)
@@ -355,7 +363,7 @@ class LossWeights:
 
     def _total(self, num_workers: int, all_reduce: AllReduce) -> float:
         plan = self._update.plan
-        if self._count.items is not None:
+        if self._count.num_items is not None:
             total = all_reduce(self._items_so_far)
             self.expected_total = _power_of_two(total)
             return total

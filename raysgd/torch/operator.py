@@ -168,8 +168,8 @@ class TrainingOperator(OperatorBase):
 
     def _mean_of(self, loss: torch.Tensor, count: LossCount) -> Any:
         """Return the metric of a loss, which is a mean over samples or counted items."""
-        loss, items = loss.detach(), count.items
-        loss = loss / (count.samples or 1) if count.is_sum else loss
+        loss, items = loss.detach(), count.num_items
+        loss = loss / (count.num_samples or 1) if count.is_sum else loss
         # A sum of tensors on an accelerator depends on their order.
         loss = loss.cpu() if self._train_state.update.has_fixed_parts else loss
         # The mean of no items may be NaN.

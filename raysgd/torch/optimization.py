@@ -101,10 +101,10 @@ class Optimization(StepFeature):
         update, registered = self._update, self._registered
         if not isinstance(count, LossCount):
             count = LossCount(None if count is None else as_count(count))
-        self.counts_items = count.items is not None
+        self.counts_items = count.num_items is not None
         if not registered.data.knows_sizes:
             count = count.with_samples()
-            if count.items is None and not count.is_sum:
+            if count.num_items is None and not count.is_sum:
                 self.checks.warn_of_dropped_samples(segment)
         self.checks.before_backward(count)
         clones = len(self._registered.optimizers) > 1
@@ -113,7 +113,7 @@ class Optimization(StepFeature):
         factors = update.loss_weights.add(count, exchange.num_workers, exchange.all_reduce_sum)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
-        if count.items == 0 and not loss.detach().isfinite().all():
+        if count.num_items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         else:
             for feature in registered.features_with["filter_loss"]:
@@ -319,7 +319,9 @@ def count_of(
             registered.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
             return count
     counted = target[target != index]
-    return count._replace(items=float(counted.numel() if weight is None else weight[counted].sum()))
+    return count._replace(
+        num_items=float(counted.numel() if weight is None else weight[counted].sum())
+    )
 
 
 def as_count(count: Any, origin: str = "backward(num_samples={})") -> float:

@@ -125,9 +125,9 @@ class StepChecks(StepFeature):
     def before_backward(self, count: LossCount) -> None:
         update, registered = self._update, self._registered
         has_one_batch = registered.accumulation_steps == 1 and not update.has_fixed_parts
-        if has_one_batch and update.loss_weights.has_loss and count.items is not None:
+        if has_one_batch and update.loss_weights.has_loss and count.num_items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
-        counts_samples = count.items is None and not count.is_sum
+        counts_samples = count.num_items is None and not count.is_sum
         has_gap = update.loss_weights.num_earlier < update.index
         if has_gap and counts_samples and registered.exchange.num_workers > 1:
             self._reject(_NO_BACKWARD)
