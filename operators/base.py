@@ -268,7 +268,7 @@ class SupervisedOperator(ConfiguredOperator):
             losses = self.losses(in_full_precision(output), target)
             counted = self._count_loss(batch, len(target))
             total = losses.sum()
-            count = losses.numel() if counted.items is None else counted.items
+            count = losses.numel() if counted.num_items is None else counted.num_items
         self.backward(total / (count or 1), num_samples=counted)
         self.optimizer_step(self.optimizer)
         metrics = self.loss_metrics(total.detach(), count)

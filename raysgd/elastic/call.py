@@ -73,7 +73,7 @@ class Call:
     """The method that the user called, for messages. By default, the name of the request."""
     rank: int | None = None
     """Rank of the only worker that gets the request; None for all."""
-    max_losses: float = 0
+    max_failures: float = 0
     """Maximum number of losses, each of one or several workers. ``math.inf`` means no limit."""
     open_inbox: Callable[[Sequence[str]], Inbox] | None = None
     """Returns the `Inbox` on these hosts for large answers. By default, Ray carries them."""
@@ -95,7 +95,7 @@ class Call:
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
-    num_losses: int = 0
+    num_failures: int = 0
     """Number of losses so far."""
     causes: list[str] = field(default_factory=list)
     """Where and why workers were lost."""

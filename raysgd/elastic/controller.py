@@ -218,8 +218,8 @@ class Controller:
         budget = state_machine.CallBudget(
             in_call=True,
             min_workers=min_workers,
-            max_losses=call.max_losses,
-            num_losses=call.num_losses,
+            max_failures=call.max_failures,
+            num_failures=call.num_failures,
             replaces_state=call.replaces_state,
         )
         if not self._call_lock.acquire(blocking=False):
@@ -278,7 +278,7 @@ class Controller:
 
     # ---- losses
 
-    def _remove_lost(self, lost: state_machine.Losses) -> None:
+    def _remove_lost(self, lost: state_machine.LostWorkers) -> None:
         call = self._context.call
         for member, error in lost.items():
             rank, cause = self.journal.ranks.get(member, -1), cause_of(member, error)
@@ -286,7 +286,7 @@ class Controller:
             call.causes.append(f"worker {rank} on {member.name}: {cause}")
             self._scale_up.expect_replacement(member)
             self._group.discard(member)
-        call.num_losses = self.state.budget.num_losses
+        call.num_failures = self.state.budget.num_failures
         self._scale_up.start_cooldown()
 
     # ---- methods for trainers

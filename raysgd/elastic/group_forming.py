@@ -237,7 +237,9 @@ class GroupForming:
 
     # ---- both
 
-    def _discard_replacements_among(self, lost: state_machine.Losses) -> state_machine.GroupEvent:
+    def _discard_replacements_among(
+        self, lost: state_machine.LostWorkers
+    ) -> state_machine.GroupEvent:
         """Return WorkersLost with the members among the lost, or FormingFailed if there is none."""
         members = {m: e for m, e in lost.items() if not self._scale_up.discard_failed(m, e)}
         return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()

@@ -15,7 +15,7 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.policies import Policy
 from raysgd.errors import CollectiveError
 
-Losses = Mapping[WorkerHandle, BaseException]
+LostWorkers = Mapping[WorkerHandle, BaseException]
 """Lost workers with their causes."""
 
 _MAX_FAILED_REJOINS = 2
@@ -33,12 +33,12 @@ class CallBudget:
     in_call: bool = False
     """False if the group starts or restarts without a call."""
     min_workers: int = 1
-    max_losses: float = 0
+    max_failures: float = 0
     replaces_state: bool = False
     """Whether the call loads another state, so that a restart needs no snapshot."""
-    num_losses: int = 0
-    num_early_losses: int = 0
-    """Losses before the call reached the workers. They do not count as retries."""
+    num_failures: int = 0
+    num_early_failures: int = 0
+    """Failures before the call reached the workers. They do not count as retries."""
     has_begun: bool = False
     """Whether the call has reached the workers, so that later losses count as retries."""
 
@@ -135,7 +135,7 @@ class StateLost(GroupEvent):
 class WorkersLost(GroupEvent):
     """Members are lost."""
 
-    lost: Losses
+    lost: LostWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class Do(Enum):
 class RemoveLost:
     """Remove lost workers from the group."""
 
-    lost: Losses
+    lost: LostWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ class Fail:
     """End the call with a WorkerLostError."""
 
     why: str
-    lost: Losses = field(default_factory=dict)
+    lost: LostWorkers = field(default_factory=dict)
 
 
 Action = Do | RemoveLost | RunCall | DiscardWorkers | Fail
@@ -301,7 +301,7 @@ def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
     return state, (DiscardWorkers(why), Do.SURVEY)
 
 
-def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
+def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Next:
     budget = state.budget
     actions: list[Action] = [RemoveLost(lost)]
     if not policy.survivors_stay:
@@ -309,15 +309,15 @@ def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
         actions += [DiscardWorkers()]
     last_action: Action = Do.SURVEY
     if budget.has_begun:
-        budget = replace(budget, num_losses=budget.num_losses + 1)
-        if budget.num_losses > budget.max_losses:
+        budget = replace(budget, num_failures=budget.num_failures + 1)
+        if budget.num_failures > budget.max_failures:
             last_action = Fail(
-                f"workers were lost in one call more often than max_retries={budget.max_losses}",
+                f"workers were lost in one call more often than max_retries={budget.max_failures}",
                 lost,
             )
     else:
-        budget = replace(budget, num_early_losses=budget.num_early_losses + 1)
-        if budget.num_early_losses > policy.max_attempts:
-            why = f"workers were lost {budget.num_early_losses} times before the call began"
+        budget = replace(budget, num_early_failures=budget.num_early_failures + 1)
+        if budget.num_early_failures > policy.max_attempts:
+            why = f"workers were lost {budget.num_early_failures} times before the call began"
             last_action = Fail(why, lost)
     return replace(state, budget=budget), (*actions, last_action)

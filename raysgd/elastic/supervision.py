@@ -184,7 +184,7 @@ class Supervision:
         if attempt.lost:
             return WorkersLost(lost=attempt.lost)
         is_stopped = attempt.needs_new_group and outcome is None
-        can_repeat = call.has_batches or call.max_losses > 0
+        can_repeat = call.has_batches or call.max_failures > 0
         if self._split or (is_stopped and can_repeat):
             return CallFailed()
         error = attempt.make_error()

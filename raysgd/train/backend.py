@@ -120,7 +120,7 @@ class BackendExecutor:
         )
         self._backend_config = backend_config
         self._backend: Backend = backend_class(backend_config)()
-        self._max_losses = math.inf if max_retries < 0 else max_retries
+        self._max_failures = math.inf if max_retries < 0 else max_retries
         elastic = as_elastic_config("BackendExecutor", elastic)
         # The newest checkpoint of the run is its snapshot.
         self._elastic = replace(elastic, snapshot_every="auto")
@@ -265,7 +265,7 @@ class BackendExecutor:
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
         self._earlier, self.checkpoints = self._saved, checkpoints
-        call = Call(method="run", max_losses=self._max_losses)
+        call = Call(method="run", max_failures=self._max_failures)
         self._run = run = _Run(controller, plan, datasets, call)
         with self.abort_on_error():
             # Each restart reads the plan of that time: see LoadRequest in `FunctionRunner.handle`.
@@ -320,7 +320,7 @@ class BackendExecutor:
             self.abort()
             if run is None or not isinstance(error, WorkerLostError):
                 raise
-            number, allowed = run.call.num_losses, run.call.max_losses
+            number, allowed = run.call.num_failures, run.call.max_failures
             raise WorkerLostError(
                 f"The training function lost workers {number} time{'s' * (number != 1)}, but "
                 f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",
@@ -381,7 +381,7 @@ class BackendExecutor:
         These losses do not count against the retries of a run.
         """
         most = self._elastic.max_attempts
-        controller.run(Call(request=EndRunRequest(), method="run", max_losses=most))
+        controller.run(Call(request=EndRunRequest(), method="run", max_failures=most))
 
     def _find_override(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         own = getattr(self._backend, name)

@@ -24,7 +24,7 @@ from raysgd.metrics import merge_workers
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOSSES = 3
+_MAX_FAILURES = 3
 """Number of losses that a call tolerates if it trains nothing and can be repeated."""
 
 
@@ -103,7 +103,7 @@ class Dispatcher:
     def run(self, request: Request, changes_state: bool = False, **options: Any) -> list[Any]:
         """Run a call with these options of `Call`, and return the answers by rank."""
         self.check_open(changes_state)
-        call = Call(request=request, **{"max_losses": _MAX_LOSSES, **options})
+        call = Call(request=request, **{"max_failures": _MAX_FAILURES, **options})
         if not isinstance(request, LoadRequest):
             call.replay = self._replay_of
         return [outcome.unpack() for outcome in self.controller.run(call)]
@@ -133,7 +133,7 @@ class Dispatcher:
         call = Call(
             request=request,
             on_begin=partial(self._set_goal, request, num_steps),
-            max_losses=max_retries,
+            max_failures=max_retries,
             has_batches=True,
             can_pause=True,
             log_points=LogPoints(request.call_number),

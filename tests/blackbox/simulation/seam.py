@@ -110,11 +110,11 @@ class Driver:
     def start(self):
         self.controller.start()
 
-    def train(self, goal, max_losses=0):
+    def train(self, goal, max_failures=0):
         """Train up to a step. Return the step of each worker."""
         self.call = Call(
             request=TrainRequest(call_number=0, until_step=goal),
-            max_losses=max_losses,
+            max_failures=max_failures,
             has_batches=True,
             can_pause=True,
         )
@@ -158,7 +158,7 @@ class Driver:
 
     @property
     def losses_in_call(self):
-        return self.call.num_losses
+        return self.call.num_failures
 
     def shutdown(self):
         self.controller.shutdown()

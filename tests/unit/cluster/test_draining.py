@@ -13,13 +13,13 @@ from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.clock import ManualClock
 
 
-def train(controller, step, max_losses=0):
+def train(controller, step, max_failures=0):
     """Train up to a step as the trainer does, and return the call."""
     call = Call(
         request=TrainRequest(call_number=0, until_step=step),
         has_batches=True,
         can_pause=True,
-        max_losses=max_losses,
+        max_failures=max_failures,
         departure_request=DepartureRequest(call_number=0),
     )
     outcomes = controller.run(call)
@@ -55,7 +55,7 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     assert len(controller.members) == num_workers
     assert world.trained == list(range(1, 201))
     assert [outcome.unpack() for outcome in record.departed_results] == ["of 0"]
-    assert record.num_losses == 0
+    assert record.num_failures == 0
 
 
 @pytest.mark.parametrize("snapshot_every", [1000, 10])
@@ -69,7 +69,7 @@ def test_metrics_of_a_departed_worker_do_not_count_if_its_steps_run_again(start,
 
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(100, lose_all)
-    record = train(controller, 200, max_losses=1)
+    record = train(controller, 200, max_failures=1)
     assert kinds(controller)[-1] == "restarted"
     repeated = controller.events[-1].step == 0
     assert repeated == (snapshot_every == 1000)
@@ -83,7 +83,7 @@ def test_leaving_worker_that_dies_is_no_loss(start):
     world.on_meeting.append(lambda: before.die("its time is over"))
     record = train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
-    assert (record.departed_results, record.num_losses) == ([], 0)
+    assert (record.departed_results, record.num_failures) == ([], 0)
 
 
 def test_without_room_workers_leave_shortly_before_the_deadline(start):
@@ -200,9 +200,9 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
     world, controller = start(room=4)
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(21, lambda: world.lose(1))
-    record = train(controller, 200, max_losses=3)
+    record = train(controller, 200, max_failures=3)
     assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
-    assert record.num_losses == 1
+    assert record.num_failures == 1
     assert len(controller.members) == 3
 
 

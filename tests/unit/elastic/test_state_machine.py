@@ -25,7 +25,7 @@ POLICIES = [
     )
     for rejoins, can_join, may_grow, keeps_snapshots in product([True, False], repeat=4)
 ]
-BUDGETS = [CallBudget(in_call=True, max_losses=number) for number in (0, 1, 3)]
+BUDGETS = [CallBudget(in_call=True, max_failures=number) for number in (0, 1, 3)]
 
 LOST = {"worker": OSError("lost")}
 BROKEN_LINK = CollectiveError("closed by peer")
@@ -139,8 +139,8 @@ def test_the_table_has_each_transition_of_random_sequences(steps):
 def test_a_call_costs_no_more_than_its_budget(steps):
     for _, _, after, actions in steps:
         budget, is_over = after.budget, any(key(action) is state_machine.Fail for action in actions)
-        assert is_over or budget.num_losses <= budget.max_losses
-        assert is_over or budget.num_early_losses <= MAX_ATTEMPTS
+        assert is_over or budget.num_failures <= budget.max_failures
+        assert is_over or budget.num_early_failures <= MAX_ATTEMPTS
 
 
 @given(lives())
