@@ -92,10 +92,10 @@ def weights(operator):
 
 def replica_hash(operator):
     """Return a hash, equal on two workers only if models and optimizers are equal."""
-    from raysgd.tf.train_state import KerasSavedState
+    from raysgd.tf.train_state import KerasStateAccess
 
     digest = hashlib.sha256()
-    state = KerasSavedState(operator._train_state).read()
+    state = KerasStateAccess(operator._train_state).read()
     for arrays in (*state["models"], *state["optimizers"]):
         for array in arrays.values():
             digest.update(np.ascontiguousarray(array).tobytes())

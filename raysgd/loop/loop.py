@@ -37,7 +37,7 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import Receiver, models_last
-from raysgd.loop.train_state import SavedState
+from raysgd.loop.train_state import StateAccess
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
 
@@ -53,10 +53,10 @@ class Loop:
     """
 
     def __init__(
-        self, operator: OperatorBase, saved_state: SavedState, control: LoopControl
+        self, operator: OperatorBase, state_access: StateAccess, control: LoopControl
     ) -> None:
         self.operator = operator
-        self.saved_state = saved_state
+        self.state_access = state_access
         self.control = control
         self.train_state = operator._train_state
         # The rest of the iteration over the training data, for the next segment.
@@ -330,7 +330,7 @@ class Loop:
         state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
         if receiver != "file":
             state |= {"call": dict(self.call_progress.export()), "batching": data.batching()}
-            state["module_modes"] = self.saved_state.module_modes()
+            state["module_modes"] = self.state_access.module_modes()
         if receiver == "generation":
             return state | {
                 "fingerprint": data.fingerprint(),
@@ -343,7 +343,7 @@ class Loop:
         if receiver == "file":
             state["data"]["loaders"] = data.loader_summaries
         state["epoch"] = train_state.epoch + (train_state.offset > 0)
-        state |= self.saved_state.read()
+        state |= self.state_access.read()
         if receiver == "snapshot":
-            state = self.saved_state.without_frozen(state, for_workers=True)
+            state = self.state_access.without_frozen(state, for_workers=True)
         return models_last(state)

@@ -30,7 +30,7 @@ from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
-from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
+from raysgd.loop.train_state import RandomGenerators, StateAccess, TrainState
 from raysgd.metrics import AverageMeterCollection
 
 logger = logging.getLogger(__name__)
@@ -85,11 +85,11 @@ class OperatorRunner(Runner, ABC):
             if why := state["why_not_split"]:
                 train_state.micro_batching.refuse_split(why)
         follows = train_state.replication.loads_leader_state(is_leader, train_state.is_new)
-        loop.saved_state.copy_from(leader_rank, follows)
+        loop.state_access.copy_from(leader_rank, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])
             train_state.update.is_damaged = state["is_damaged"]
-            loop.saved_state.set_module_modes(state["module_modes"])
+            loop.state_access.set_module_modes(state["module_modes"])
         if is_leader:
             return None
         train_state.load_position(state["data"], state["global_step"])
@@ -112,9 +112,9 @@ class OperatorRunner(Runner, ABC):
             size = settings.requested_size // self._options.layout.num_current_parts(number)
             self.operator.config[BATCH_SIZE] = settings.config_size = size
 
-    def start_operator(self, operator: OperatorBase, saved_state: SavedState) -> None:
+    def start_operator(self, operator: OperatorBase, state_access: StateAccess) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
-        self._loop = Loop(operator, saved_state, self.control)
+        self._loop = Loop(operator, state_access, self.control)
         train_state = self._train_state
         self._set_config_size(train_state.context)
         if train_state.context.world_size > 1:
@@ -124,7 +124,7 @@ class OperatorRunner(Runner, ABC):
             )
             train_state.reseed(seed)
             train_state.data.check_equal_data(fingerprint)
-            saved_state.compare_setup(leader_rank=0)
+            state_access.compare_setup(leader_rank=0)
             for feature in train_state.features:
                 feature.sync_initial_state()
         if not train_state.context.is_alone:
@@ -247,7 +247,7 @@ class OperatorRunner(Runner, ABC):
                         feature.before_export()
                     return self.generators.state()
                 case requests.ModelsRequest():
-                    return self._hosted_loop.saved_state.unsharded_models()
+                    return self._hosted_loop.state_access.unsharded_models()
                 case requests.ApplyRequest():
                     return request.function()
                 case requests.ApplyOperatorRequest():
@@ -293,8 +293,8 @@ class OperatorRunner(Runner, ABC):
                     loop.snapshots.maybe_take()
 
     def _user_settings(self) -> tuple[Any, ...]:
-        saved_state, batching = self._hosted_loop.saved_state, self._train_state.data.batching()
-        return saved_state.user_settings(), batching, saved_state.module_modes()
+        state_access, batching = self._hosted_loop.state_access, self._train_state.data.batching()
+        return state_access.user_settings(), batching, state_access.module_modes()
 
     # ---- state
 
@@ -309,18 +309,18 @@ class OperatorRunner(Runner, ABC):
             )
         state = self._hosted_loop.state_for("file")
         if not frozen:
-            state = self._hosted_loop.saved_state.without_frozen(state, for_workers=False)
+            state = self._hosted_loop.state_access.without_frozen(state, for_workers=False)
         return dict(self._train_state.to_cpu(state))
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state."""
-        train_state, saved_state = self._train_state, self._hosted_loop.saved_state
+        train_state, state_access = self._train_state, self._hosted_loop.state_access
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
             state = map_leaves(state, try_copy)
-        saved_state.check(state)
+        state_access.check(state)
         if incoming is not None:
-            state = saved_state.reuse_memory(state, incoming)
+            state = state_access.reuse_memory(state, incoming)
             incoming.receive(stops_at_target=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         if position.get("trains_on", "train") == "train":
@@ -336,14 +336,14 @@ class OperatorRunner(Runner, ABC):
             if incoming is not None and incoming.targets:
                 train_state.update.is_damaged = True
                 incoming.receive()
-            saved_state.load(state)
+            state_access.load(state)
         self._hosted_loop.restart_iteration()
         self._hosted_loop.call_progress.state.last_validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._hosted_loop.call_progress.continue_call(state["call"])
             train_state.data.set_batch_size(state["batching"])
-            saved_state.set_module_modes(state["module_modes"])
+            state_access.set_module_modes(state["module_modes"])
         else:
             _warn_of_other_steps(train_state, position)
         train_state.load_position(position, state.get("global_step", 0))

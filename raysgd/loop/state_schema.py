@@ -15,12 +15,12 @@ entry of the state                loaded by                             on
 ``batching``                      `DataSources.set_batch_size`          all others
 ``why_not_split``                 `MicroBatching`                       all others
 shards                            `StepFeature.receive`                 all
-schedulers, optimizers, models,   `SavedState.copy_from`                followers
+schedulers, optimizers, models,   `StateAccess.copy_from`                followers
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
 ``is_damaged``                    `Update`                              followers
-``module_modes``                  `SavedState.set_module_modes`         followers
+``module_modes``                  `StateAccess.set_module_modes`         followers
 ``data``, ``global_step``         `TrainState.load_position`                  all others
 ``call``                          `CallProgress.continue_call`          all others
 ``batching``, ``fingerprint``     `DataSources`, after the hook         all others

@@ -245,7 +245,7 @@ class TrainState(ABC):
         return own._replace(condition="damaged") if is_damaged else own
 
 
-class SavedState(ABC):
+class StateAccess(ABC):
     """Reads and loads models, optimizers, and the state of features.
 
     `raysgd.loop.state_schema` adds the position and what else a receiver needs.

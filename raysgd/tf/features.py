@@ -15,7 +15,7 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import LossCount, Update
 from raysgd.tf.communication import create_collectives
 from raysgd.tf.step_graphs import StepGraphs
-from raysgd.tf.train_state import KerasSavedState, KerasTrainState
+from raysgd.tf.train_state import KerasStateAccess, KerasTrainState
 
 _COMPARED_EVERY = 100
 """Steps after which the end of a call compares the values of all replicas."""
@@ -34,7 +34,7 @@ class ReplicaSync(StepFeature):
         self._num_unchecked = _COMPARED_EVERY  # steps since the last comparison
 
     def sync_initial_state(self) -> None:
-        KerasSavedState(self._train_state).copy_from(0, follows=True)
+        KerasStateAccess(self._train_state).copy_from(0, follows=True)
 
     def begin_generation(self) -> None:
         self._train_state.collectives = create_collectives(self._train_state.settings)

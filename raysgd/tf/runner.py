@@ -44,7 +44,7 @@ class TFRunner(OperatorRunner):
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
-            from raysgd.tf.train_state import KerasRandomGenerators, KerasSavedState
+            from raysgd.tf.train_state import KerasRandomGenerators, KerasStateAccess
 
         options = self._options
         if not (context.in_driver or options.forms_group_with_tensorflow):
@@ -57,7 +57,7 @@ class TFRunner(OperatorRunner):
         operator_cls, config, arguments = self._worker_arguments(context)
         operator = build_operator(operator_cls, config, TFSettings(**arguments))
         self.generators = KerasRandomGenerators(operator)
-        self.start_operator(operator, KerasSavedState(operator._train_state))
+        self.start_operator(operator, KerasStateAccess(operator._train_state))
 
     # ---- answers to requests
 

@@ -16,7 +16,7 @@ from keras.src.random.seed_generator import global_seed_generator
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving, try_copy
 from raysgd.loop.state_schema import check_objects
-from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
+from raysgd.loop.train_state import RandomGenerators, StateAccess, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
@@ -111,7 +111,7 @@ class KerasTrainState(TrainState):
         return [trainable_flags(model) for model in self.models]
 
 
-class KerasSavedState(SavedState):
+class KerasStateAccess(StateAccess):
     """Reads and loads the registered models and optimizers."""
 
     _train_state: KerasTrainState

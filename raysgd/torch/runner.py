@@ -22,7 +22,7 @@ from raysgd.loop.train_state import RandomGenerators
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
-from raysgd.torch.saved_state import TorchSavedState
+from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.shards import gather_state
 
@@ -70,7 +70,7 @@ class TorchRunner(OperatorRunner):
         device = _device(bool(self._options.use_gpu), context)
         settings = OperatorSettings(device=device, **arguments)
         operator = build_operator(operator_cls, config, settings)
-        self.start_operator(operator, TorchSavedState(operator._train_state))
+        self.start_operator(operator, TorchStateAccess(operator._train_state))
 
     def teardown(self) -> None:
         super().teardown()

@@ -7,7 +7,7 @@ from raysgd import ElasticConfig, TorchTrainer
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import WorkerLostError
 from raysgd.testing.chaos import Chaos, Fault, kill
-from raysgd.torch.saved_state import TorchSavedState
+from raysgd.torch.state_access import TorchStateAccess
 from tests.unit.torch.test_frozen_parameters import Tuned
 
 
@@ -18,8 +18,8 @@ class TunedByRank(Tuned):
 
 def kept(operator):
     """Return which parameters a snapshot has, and the parameters of this worker."""
-    saved_state = TorchSavedState(operator._train_state)
-    names = set(saved_state.without_frozen(saved_state.read(), for_workers=True)["models"][0])
+    state_access = TorchStateAccess(operator._train_state)
+    names = set(state_access.without_frozen(state_access.read(), for_workers=True)["models"][0])
     return names, operator.model.module.state_dict()
 
 

@@ -19,7 +19,7 @@ from raysgd import TorchTrainer
 from raysgd.checkpoint import read_file, read_manifest
 from raysgd.errors import CheckpointError
 from raysgd.loop import runner
-from raysgd.torch.saved_state import TorchSavedState
+from raysgd.torch.state_access import TorchStateAccess
 from tests.ends import by_thread, check_that_shutdown_ends, hold
 from tests.faulty import pids_of
 from tests.operators import Classifier, make_data, replica_hash
@@ -138,7 +138,7 @@ def two(two_workers):
 
 
 def everything_of(operator):
-    scaler = TorchSavedState(operator._train_state).read()["amp_native"]
+    scaler = TorchStateAccess(operator._train_state).read()["amp_native"]
     # after a load, each rank has the draws of rank 0 from before the save
     drawn = operator.drawn[0 if operator.world_rank == 0 else 6 :]
     return replica_hash(operator), drawn, operator.scheduler.state_dict(), scaler

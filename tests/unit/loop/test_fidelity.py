@@ -96,8 +96,8 @@ class Worker:
         train_state.collectives.broadcast = lambda make, rank: copy.deepcopy(
             self.gather(make() if rank == self.rank else None)[rank]
         )
-        self.saved_state = self.runner._hosted_loop.saved_state
-        self.saved_state.copy_from = self.copy_state
+        self.state_access = self.runner._hosted_loop.state_access
+        self.state_access.copy_from = self.copy_state
         train_state.registered.exchange.all_reduce_sum = self.total
         train_state.set_features([Exchange(self), *train_state.features])
         self.is_new = True
@@ -114,9 +114,9 @@ class Worker:
 
     def copy_state(self, leader_rank, follows):
         broadcast = self.registration.collectives.broadcast
-        state = broadcast(self.saved_state.read, leader_rank)
+        state = broadcast(self.state_access.read, leader_rank)
         if follows:
-            self.saved_state.load(state)
+            self.state_access.load(state)
 
     def rejoin(self, meeting, rank, size, leader_rank):
         self.meeting, self.rank = meeting, rank

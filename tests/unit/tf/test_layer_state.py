@@ -13,7 +13,7 @@ from raysgd.cluster.serialization import pack  # noqa: E402
 from raysgd.errors import CheckpointError  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.keras import from_portable, to_portable  # noqa: E402
-from raysgd.tf.train_state import KerasSavedState  # noqa: E402
+from raysgd.tf.train_state import KerasStateAccess  # noqa: E402
 
 L = keras.layers
 RNG = np.random.default_rng(0)
@@ -109,10 +109,10 @@ def test_a_loaded_state_has_what_its_layers_were_adapted_to(layer, num_adapted, 
 
 def test_a_state_with_other_layers_is_refused(build):
     train_state = build(Adapted, {"layer": "own state", "num_adapted": 16})._train_state
-    saved_state = KerasSavedState(train_state)
-    state = {**saved_state.read(), "layers": [{}]}
+    state_access = KerasStateAccess(train_state)
+    state = {**state_access.read(), "layers": [{}]}
     with pytest.raises(CheckpointError, match="0 layers that keep more than variables, not 1"):
-        saved_state.check(state)
+        state_access.check(state)
 
 
 def own_objects():

@@ -12,7 +12,7 @@ from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.communication import KerasCollectives  # noqa: E402
 from raysgd.tf.features import ReplicaSync  # noqa: E402
 from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
-from raysgd.tf.train_state import KerasSavedState  # noqa: E402
+from raysgd.tf.train_state import KerasStateAccess  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
 from tests.tf_operators import Digits, digits, make_model, weights  # noqa: E402
 
@@ -146,7 +146,7 @@ def test_a_new_worker_can_take_over_the_optimizer_of_several_models(build):
     first, second = (build(OneForTwo, {"optimizer": "Adam"}) for _ in range(2))
     (images, labels), _ = digits()
     first.change(images[:32], labels[:32])
-    KerasSavedState(second._train_state).load(KerasSavedState(first._train_state).read())
+    KerasStateAccess(second._train_state).load(KerasStateAccess(first._train_state).read())
     changes = [each.change(images[32:64], labels[32:64]) for each in (first, second)]
     for mine, other in zip(*changes, strict=True):
         np.testing.assert_array_equal(mine, other)
@@ -166,7 +166,7 @@ def test_an_overflow_does_not_change_the_size_of_updates(build):
             assert not change.any()
         changes = [each.change(images[:32], labels[:32]) for each in (first, second)]
         joined = build(OneForTwo, config, use_fp16="mixed_float16")
-        KerasSavedState(joined._train_state).load(KerasSavedState(second._train_state).read())
+        KerasStateAccess(joined._train_state).load(KerasStateAccess(second._train_state).read())
     finally:
         keras.mixed_precision.set_global_policy("float32")
     for mine, other in zip(*changes, strict=True):

@@ -8,14 +8,14 @@ from tests.tf_operators import Digits, digits, make_model
 
 
 def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
-    from raysgd.tf.train_state import KerasSavedState
+    from raysgd.tf.train_state import KerasStateAccess
 
     slow, fast = build(Digits, {"lr": 0.01}), build(Digits, {"lr": 0.04})
     (has_validation, then), (_, now) = inspect(slow), inspect(fast)
     assert has_validation
     assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
     slow.optimizer.learning_rate.assign(0.005)  # lowered during training
-    KerasSavedState(fast._train_state).load(KerasSavedState(slow._train_state).read())
+    KerasStateAccess(fast._train_state).load(KerasStateAccess(slow._train_state).read())
     change(then, now, fast)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
 

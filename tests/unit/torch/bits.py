@@ -210,7 +210,7 @@ class Case(cases.Case):
         validated = runner.handle(ValidateRequest(call_number=1))
         data = Augmented(13, self.of_tokens)
         predicted = runner.handle(PredictRequest(loader=DataLoader(data, 3)))
-        state = digest(runner._hosted_loop.saved_state.read())
+        state = digest(runner._hosted_loop.state_access.read())
         runner.teardown()
         return state, trained, validated, predicted
 

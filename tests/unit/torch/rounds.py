@@ -406,7 +406,7 @@ class Player:
         # the numbers of batches differ between workers
         if (losses := self.validate(members)) is None:
             return None
-        models = self.runner._hosted_loop.saved_state.unsharded_models()
+        models = self.runner._hosted_loop.state_access.unsharded_models()
         size = dist.get_world_size()
         if given.sharding == "full" and size > 1:
             (model,) = self.runner.operator.all_models

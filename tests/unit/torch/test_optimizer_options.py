@@ -9,7 +9,7 @@ import torch
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
 from raysgd.torch.optimizer_options import change, inspect
-from raysgd.torch.saved_state import TorchSavedState
+from raysgd.torch.state_access import TorchStateAccess
 from tests.operators import Classifier
 
 Lr = torch.optim.lr_scheduler
@@ -151,8 +151,8 @@ def test_scheduler_follows_its_own_optimizer(schedulers, order):
         donor.advance()
         always.advance()
     now = inspect(heir)[1]
-    saved = TorchSavedState(donor._train_state).read()
-    TorchSavedState(heir._train_state).load(copy.deepcopy(saved))
+    saved = TorchStateAccess(donor._train_state).read()
+    TorchStateAccess(heir._train_state).load(copy.deepcopy(saved))
     change(then, now, heir)
     for _ in range(3):
         assert heir.rates() == pytest.approx(always.rates())
@@ -178,8 +178,8 @@ def test_rates_in_tensors_change_too():
     (_, then), (_, now) = json.loads(json.dumps([inspect(donor), inspect(heir)]))
     donor.optimizer.step()
     donor.schedule.step()
-    saved = TorchSavedState(donor._train_state).read()
-    TorchSavedState(heir._train_state).load(copy.deepcopy(saved))
+    saved = TorchStateAccess(donor._train_state).read()
+    TorchStateAccess(heir._train_state).load(copy.deepcopy(saved))
     change(then, now, heir)
     (group,) = heir.optimizer.param_groups
     assert isinstance(group["lr"], torch.Tensor)

@@ -19,7 +19,7 @@ from raysgd.torch import collectives, registration
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.runner import build_operator
-from raysgd.torch.saved_state import TorchSavedState
+from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import assert_names
 from tests.operators import Classifier
@@ -68,12 +68,12 @@ def test_trained_criterion_is_also_a_model():
         results = register(train_state, given, optimized, loss)
         assert (results[0], results[2], train_state.registered.models) == (given, loss, models)
         assert train_state.registered.given_models == (both if given is both else [model])
-    saved_state = TorchSavedState(train_state)
-    older = saved_state.read()
+    state_access = TorchStateAccess(train_state)
+    older = state_access.read()
     assert len(older["models"]) == 2
     older["models"].pop()
-    saved_state.check(older)
-    saved_state.load(older)
+    state_access.check(older)
+    state_access.load(older)
 
 
 def test_optimizer_state_names_its_parameters():
@@ -81,7 +81,7 @@ def test_optimizer_state_names_its_parameters():
         model, train_state = torch.nn.Sequential(linear(), linear()), make_registration()
         parameters = [[*model[part].parameters()][which] for part, which in order]
         register(train_state, model, torch.optim.SGD(parameters, lr=0.1))
-        return TorchSavedState(train_state)
+        return TorchStateAccess(train_state)
 
     saved = state_of((0, 0), (1, 0)).read()
     said = r"optimizers\[0\] .* SGD: its next parameter was \('models\[0\].0.weight', \[2, 2\]\)"

@@ -104,7 +104,7 @@ def test_worker_sees_all_gpus_of_its_node(monkeypatch):
 def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost):
     runner, leader = (make_runner(config={"seed": n, "batch_norm": True}) for n in range(2))
     leader.handle(TrainRequest(call_number=0, until_step=2))
-    train_state, state = runner._train_state, leader._hosted_loop.saved_state.read()
+    train_state, state = runner._train_state, leader._hosted_loop.state_access.read()
     before = copy.deepcopy(runner.operator.model.state_dict())
     monkeypatch.setattr(collectives, "broadcast_object", lambda *_: "another fingerprint")
     monkeypatch.setattr(collectives, "all_reduce_min", lambda values: values)
@@ -119,7 +119,7 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
 
     train_state.collectives.broadcast = broadcast
     with pytest.raises(ConnectionError) if is_lost else contextlib.nullcontext():
-        runner._hosted_loop.saved_state.copy_from(0, follows=True)
+        runner._hosted_loop.state_access.copy_from(0, follows=True)
     expected = before if is_lost else leader.operator.model.state_dict()
     torch.testing.assert_close(runner.operator.model.state_dict(), expected, rtol=0, atol=0)
 
@@ -130,13 +130,13 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
     monkeypatch.setattr(collectives, "all_reduce_min", lambda values: values)
     monkeypatch.setattr(collectives, "fingerprint", lambda state: pytest.fail("read"))
     runner._train_state.collectives.broadcast = lambda make, rank: make()
-    runner._hosted_loop.saved_state.copy_from(0, follows=False)
+    runner._hosted_loop.state_access.copy_from(0, follows=False)
 
 
 def test_copy_of_a_damaged_state_is_damaged():
     runner = make_runner(context=WorkerContext(is_alone=True, in_driver=True))
     runner._train_state.collectives.broadcast = lambda make, rank: {**make(), "is_damaged": True}
-    runner._hosted_loop.saved_state.copy_from = lambda leader_rank, follows: None
+    runner._hosted_loop.state_access.copy_from = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
     assert runner._train_state.update.is_damaged
 
@@ -317,7 +317,7 @@ class Wide(Recorder):
 
 
 def addresses_of(runner):
-    state = runner._hosted_loop.saved_state.read()
+    state = runner._hosted_loop.state_access.read()
     moments = [each["exp_avg"] for each in state["optimizers"][0]["state"].values()]
     tensors = (*state["models"][0].values(), *moments)
     return [tensor.data_ptr() for tensor in tensors if tensor.numel() == 5000]
@@ -594,7 +594,7 @@ def test_only_a_new_worker_takes_the_models_of_another_one_without_replication()
         context = WorkerContext(is_alone=alone, in_driver=True)
         runner = make_runner(context=context, wrap_ddp=False)
         runner._train_state.collectives.broadcast = lambda make, rank: make()
-        runner._hosted_loop.saved_state.copy_from = lambda leader, is_led: follows.append(is_led)
+        runner._hosted_loop.state_access.copy_from = lambda leader, is_led: follows.append(is_led)
         for _ in range(2):
             context = WorkerContext(world_rank=1, world_size=2, distributed=True)
             runner.rejoin(context, leader_rank=0)

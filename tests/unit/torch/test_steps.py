@@ -16,7 +16,7 @@ from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.registration import register
-from raysgd.torch.saved_state import TorchSavedState
+from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.train_state import TorchTrainState
 from tests.operators import local
 
@@ -266,7 +266,7 @@ def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
     for parameter in made[0].registered.models[0].parameters():
         parameter.grad = torch.ones_like(parameter)
     made[0].registered.optimizers[0].step()
-    own, other = map(TorchSavedState, made)
+    own, other = map(TorchStateAccess, made)
     state = own.read()
     other.load(copy.deepcopy(state))
     assert flat(other.read()) == flat(state)
@@ -288,8 +288,8 @@ def test_sparse_averages_are_an_error():
     train_state = make_registration(torch.optim.SGD, torch.float32)
     (averaging,) = (f for f in train_state.features if isinstance(f, WeightAveraging))
     averaging.start(0.5, 1)
-    state = copy.deepcopy(TorchSavedState(train_state).read())
+    state = copy.deepcopy(TorchStateAccess(train_state).read())
     given = state["averages"]["models"][0]
     given["weight"] = given["weight"].to_sparse()
     with pytest.raises(CheckpointError, match="damaged, or of other models"):
-        TorchSavedState(train_state).check(state)
+        TorchStateAccess(train_state).check(state)

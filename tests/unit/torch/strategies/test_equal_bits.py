@@ -328,7 +328,7 @@ def test_after_a_failure_the_worker_and_its_replacement_have_the_same_bits_and_m
         fails.handle(request)
     resumed.load_state_dict(fails.acquire_snapshot())
     results = [
-        digest([merge_workers([each.handle(request)]), each._hosted_loop.saved_state.read()])
+        digest([merge_workers([each.handle(request)]), each._hosted_loop.state_access.read()])
         for each in (fails, resumed, expected)
     ]
     assert len(set(results)) == 1
@@ -337,8 +337,8 @@ def test_after_a_failure_the_worker_and_its_replacement_have_the_same_bits_and_m
 def test_state_of_another_number_of_shards_is_refused():
     runner = Case(num_workers=1).make_runner()
     runner.setup(WorkerContext(in_driver=True))
-    saved_state = runner._hosted_loop.saved_state
-    state = {**saved_state.read(), "num_shards": 8}
+    state_access = runner._hosted_loop.state_access
+    state = {**state_access.read(), "num_shards": 8}
     with pytest.raises(CheckpointError) as caught:
-        saved_state.check(state)
+        state_access.check(state)
     assert_names(caught.value, ["8 shards", "6", "EqualBits(num_shards=8)"])

@@ -304,7 +304,7 @@ def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new
         check_equal(whole_state(runner), state)
         runner.handle(TrainRequest(call_number=1, until_step=5))
         check_equal(whole_state(runner)["models"], later["models"])
-        runner._hosted_loop.saved_state.unsharded_models()
+        runner._hosted_loop.state_access.unsharded_models()
         runner.teardown()
 
 

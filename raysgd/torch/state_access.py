@@ -14,7 +14,7 @@ from raysgd._internal.nested import load_or_restore
 from raysgd.cluster.large_values import Incoming
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_objects
-from raysgd.loop.train_state import SavedState
+from raysgd.loop.train_state import StateAccess
 from raysgd.torch import collectives
 from raysgd.torch.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
 from raysgd.torch.strategies import ddp
@@ -32,7 +32,7 @@ from raysgd.torch.tensors import (
 from raysgd.torch.train_state import TorchTrainState
 
 
-class TorchSavedState(SavedState):
+class TorchStateAccess(StateAccess):
     """Reads and loads the registered objects, when ``setup`` has ended."""
 
     _train_state: TorchTrainState
