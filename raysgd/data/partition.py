@@ -58,7 +58,7 @@ class EpochPartition:
     drop_last: bool = False
     training: bool = True
     layout: StepLayout = BY_WORKERS
-    requested_size: int | None = None  # samples per step, if not a multiple of `batch_size`
+    requested_batch_size: int | None = None  # samples per step, if not a multiple of `batch_size`
     shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
     may_split: bool = False
     """Whether batches above `max_micro_batch_size` are split, equally often on all workers."""
@@ -66,7 +66,9 @@ class EpochPartition:
     @functools.cached_property
     def step_size(self) -> int:
         """Samples of the whole group in a full step."""
-        return self.requested_size or self.batch_size * self.layout.num_full_parts(self.world_size)
+        return self.requested_batch_size or self.batch_size * self.layout.num_full_parts(
+            self.world_size
+        )
 
     @functools.cached_property
     def owned_parts(self) -> range:

@@ -207,8 +207,8 @@ class BatchSource:
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
 
-    def repartition(self, world_size: int, rank: int, config_size: int | None) -> None:
-        """Partition the epoch again. `config_size` is this worker's new ``config[BATCH_SIZE]``."""
+    def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
+        """Partition the epoch again. `config_batch_size` is this worker's new ``config[BATCH_SIZE]``."""
 
     def change_partition(self, **fields: Any) -> bool:
         """Set `shares` or `may_split` of the partition, and return whether they changed.
@@ -246,8 +246,8 @@ class PartitionedSource(BatchSource):
     """A loader of `epoch_size` items in batches of `size`, divided by an :class:`EpochPartition`.
 
     If `epoch_size` is None, it is unknown. If `size` is None, each item is a batch. A `layout` with
-    a number of parts makes the global batch size constant. If `size` is `config_size`, the global
-    batch size is `requested_size`.
+    a number of parts makes the global batch size constant. If `size` is `config_batch_size`, the global
+    batch size is `requested_batch_size`.
     """
 
     is_partitioned = True
@@ -264,15 +264,15 @@ class PartitionedSource(BatchSource):
         training: bool,
         world_size: int,
         rank: int,
-        config_size: int | None = None,
+        config_batch_size: int | None = None,
         layout: StepLayout = BY_WORKERS,
-        requested_size: int | None = None,
+        requested_batch_size: int | None = None,
     ) -> None:
         # The loader uses config[BATCH_SIZE], a part of the global batch.
-        follows_config = size is not None and size == config_size
+        follows_config = size is not None and size == config_batch_size
         layout = BY_WORKERS if size is None else layout  # a ready batch cannot grow
-        if follows_config and layout.num_parts is not None and requested_size is not None:
-            size = requested_size // layout.num_parts
+        if follows_config and layout.num_parts is not None and requested_batch_size is not None:
+            size = requested_batch_size // layout.num_parts
         super().__init__(loader)
         self._epoch_size = epoch_size
         self._partition = EpochPartition(
@@ -284,7 +284,7 @@ class PartitionedSource(BatchSource):
             training=training,
             layout=layout,
         )
-        self._requested_size = requested_size if training else None
+        self._requested_batch_size = requested_batch_size if training else None
         self.set_batch_size(self._partition.batch_size, follows_config)
 
     @property
@@ -324,11 +324,11 @@ class PartitionedSource(BatchSource):
     def offset_after(self, offset: int, num_steps: int) -> int:
         return self._partition.offset_after(offset, num_steps)
 
-    def repartition(self, world_size: int, rank: int, config_size: int | None) -> None:
+    def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
         layout = self._partition.layout
-        if self._follows_config and config_size is not None and layout.num_parts is None:
-            self.set_batch_size(config_size, follows_config=True)
+        if self._follows_config and config_batch_size is not None and layout.num_parts is None:
+            self.set_batch_size(config_batch_size, follows_config=True)
 
     def change_partition(self, **fields: Any) -> bool:
         before, self._partition = self._partition, replace(self._partition, **fields)
@@ -338,8 +338,8 @@ class PartitionedSource(BatchSource):
         return self._partition.batch_size, self._follows_config
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
-        requested = self._requested_size if follows_config else None
-        self._partition = replace(self._partition, batch_size=size, requested_size=requested)
+        requested = self._requested_batch_size if follows_config else None
+        self._partition = replace(self._partition, batch_size=size, requested_batch_size=requested)
         self._follows_config = follows_config
 
     def describe(self) -> str:

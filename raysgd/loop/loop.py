@@ -298,11 +298,11 @@ class Loop:
         """Compute the gradients of one training batch, then restore the state."""
         train_state = self.train_state
         source, settings = train_state.data.lazy_source("train"), train_state.settings
-        context, config_size = settings.context, settings.config_size
+        context, config_batch_size = settings.context, settings.config_batch_size
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
-        source.repartition(settings.options.num_workers, 0, config_size)
+        source.repartition(settings.options.num_workers, 0, config_batch_size)
         with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
             train_state.update.is_warm_up = True
             segment = train_state.segment = Segment(
@@ -310,7 +310,7 @@ class Loop:
             )
             bind_epoch(self.operator, segment, {}, train_state.epoch)()
         source.close_workers()
-        source.repartition(context.world_size, context.world_rank, config_size)
+        source.repartition(context.world_size, context.world_rank, config_batch_size)
 
     def restart_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""

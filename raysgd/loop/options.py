@@ -216,8 +216,8 @@ class Settings:
     options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
     # ``config[BATCH_SIZE]`` of the operator: in ``setup`` as in a full group, then as in this one.
-    config_size: int | None = None
-    requested_size: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
+    config_batch_size: int | None = None
+    requested_batch_size: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
     _warned: set[str] = field(default_factory=set, repr=False)
 
     @property
@@ -228,7 +228,7 @@ class Settings:
             "world_size": self.context.world_size,
             "rank": self.context.world_rank,
             "layout": layout,
-            "requested_size": None if layout.num_parts is None else self.requested_size,
+            "requested_batch_size": None if layout.num_parts is None else self.requested_batch_size,
         }
 
     def warn_once(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:

@@ -103,14 +103,17 @@ class OperatorRunner(Runner, ABC):
             operator_cls, given = options.unpack()
         num_parts = options.layout.num_full_parts(context.world_size)
         config = worker_config(given, num_parts, copies=context.in_driver)
-        sizes = {"config_size": config.get(BATCH_SIZE), "requested_size": given.get(BATCH_SIZE)}
+        sizes = {
+            "config_batch_size": config.get(BATCH_SIZE),
+            "requested_batch_size": given.get(BATCH_SIZE),
+        }
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
     def _set_config_size(self, context: WorkerContext) -> None:
         settings, number = self._train_state.settings, context.world_size
-        if settings.requested_size is not None:
-            size = settings.requested_size // self._options.layout.num_current_parts(number)
-            self.operator.config[BATCH_SIZE] = settings.config_size = size
+        if settings.requested_batch_size is not None:
+            size = settings.requested_batch_size // self._options.layout.num_current_parts(number)
+            self.operator.config[BATCH_SIZE] = settings.config_batch_size = size
 
     def start_operator(self, operator: OperatorBase, state_access: StateAccess) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""

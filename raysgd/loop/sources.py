@@ -219,9 +219,9 @@ class DataSources(ABC):
             source.reseed(seed, loader_seeds.get(name))
 
     def repartition(self) -> None:
-        context, config_size = self._settings.context, self._settings.config_size
+        context, config_batch_size = self._settings.context, self._settings.config_batch_size
         for source in self._sources.values():
-            source.repartition(context.world_size, context.world_rank, config_size)
+            source.repartition(context.world_size, context.world_rank, config_batch_size)
 
 
 class GeneratorFunction:

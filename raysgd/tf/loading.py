@@ -52,10 +52,10 @@ class KerasSources(DataSources):
             return ArraySource(
                 loader,
                 training=training,
-                batch_size=self.batch_size or settings.config_size or _DEFAULT_BATCH_SIZE,
+                batch_size=self.batch_size or settings.config_batch_size or _DEFAULT_BATCH_SIZE,
                 shuffle=self.shuffle,
                 seed=self._seed,
-                config_size=settings.config_size,
+                config_batch_size=settings.config_batch_size,
                 **partition_arguments,
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:

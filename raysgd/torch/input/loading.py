@@ -108,8 +108,8 @@ class TorchSources(DataSources):
             training=training,
             partitions=settings.options.add_dist_sampler,
             seed=self._seed,
-            config_size=settings.config_size,
-            order_size=settings.requested_size,
+            config_batch_size=settings.config_batch_size,
+            order_size=settings.requested_batch_size,
             **settings.partition_arguments,
         )
 

@@ -36,8 +36,12 @@ def sgd(*models):
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
-def make_registration(device=CPU, context=None, config_size=None, **options):
-    place = {"context": context or WorkerContext(), "device": device, "config_size": config_size}
+def make_registration(device=CPU, context=None, config_batch_size=None, **options):
+    place = {
+        "context": context or WorkerContext(),
+        "device": device,
+        "config_batch_size": config_batch_size,
+    }
     return TorchTrainState(OperatorSettings(options=TorchOptions(**options), **place))
 
 
@@ -113,9 +117,9 @@ def test_data_set_of_a_call_keeps_its_batch_size():
     """A worker that joins later has another batch share when it receives the data set."""
     sizes = []
     for share in (4, 2):
-        train_state = make_registration(config_size=share)
+        train_state = make_registration(config_batch_size=share)
         source = train_state.data.select_training(Dataset(range(8), batch_size=4))
-        train_state.settings.config_size = 2
+        train_state.settings.config_batch_size = 2
         train_state.begin_generation(WorkerContext(world_rank=1, world_size=2))
         sizes.append(source.batch_size)
     assert sizes == [4, 4]

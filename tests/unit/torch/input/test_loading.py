@@ -339,8 +339,8 @@ def test_digest_is_that_of_the_order_that_was_drawn():
 
 
 def test_loader_with_the_batch_share_follows_it():
-    follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, config_size=4)
-    other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, config_size=4)
+    follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, config_batch_size=4)
+    other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, config_batch_size=4)
     for source in (follows, other):
         source.repartition(1, 0, 8)
     assert follows.batch_size == 8
@@ -363,7 +363,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
 
 
 def test_smaller_group_keeps_the_batch_size_of_the_full_group():
-    sizes = {"config_size": 10, "layout": StepLayout(4), "requested_size": 20}
+    sizes = {"config_batch_size": 10, "layout": StepLayout(4), "requested_batch_size": 20}
     source = wrap(DataLoader(tensors(), batch_size=10), training=False, world_size=2, **sizes)
     assert source.batch_size == 5
     ready = wrap(DataLoader(Numbers(4), batch_size=None), layout=StepLayout(2))
@@ -373,8 +373,8 @@ def test_smaller_group_keeps_the_batch_size_of_the_full_group():
 @pytest.mark.parametrize("follows", [False, True])
 def test_replacement_adopts_the_batching_of_the_others(follows):
     """It sets up before it knows the group size, so its batch share may differ."""
-    member = wrap(DataLoader(tensors(), batch_size=6), config_size=6 if follows else 3)
-    replacement = wrap(DataLoader(tensors(), batch_size=4), config_size=2 if follows else 4)
+    member = wrap(DataLoader(tensors(), batch_size=6), config_batch_size=6 if follows else 3)
+    replacement = wrap(DataLoader(tensors(), batch_size=4), config_batch_size=2 if follows else 4)
     assert member.fingerprint() == replacement.fingerprint()
     for rank, source in enumerate((member, replacement)):
         source.repartition(2, rank, 3)
