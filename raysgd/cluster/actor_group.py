@@ -177,7 +177,7 @@ class ActorGroup:
 
     def discard(self, member: WorkerHandle) -> None:
         """Stop a worker and free its slot."""
-        if not member.has_own_process:
+        if not member.is_remote:
             member.submit_control(Worker.interrupt)
             self.clock.wait([member.submit_work(Worker.teardown)], _TEARDOWN_S)
         member.kill()
@@ -207,16 +207,14 @@ class ActorGroup:
         try:
             pending = []
             for member in self.members:
-                if (
-                    not member.has_own_process
-                ):  # the driver's process continues to run and must be clean
+                if not member.is_remote:  # the driver's process continues to run and must be clean
                     member.submit_control(Worker.interrupt)
-                if not member.has_own_process or (member.can_be_called and not force):
+                if not member.is_remote or (member.can_be_called and not force):
                     pending.append(member.submit_work(Worker.teardown))
             if self.clock.wait(pending, patience_s) or force:
                 return  # at least one member hangs
             for member in self.members:
-                if member.has_own_process and member.can_be_called:
+                if member.is_remote and member.can_be_called:
                     with contextlib.suppress(Exception):  # the process may be gone already
                         leaving[member] = member.exit_process(patience_s)
             self.clock.wait(list(leaving.values()), patience_s)

@@ -83,5 +83,5 @@ class PreemptionNotices:
     def leaving(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, Notice]:
         """Return the workers that will be preempted."""
         nodes, known = self.nodes, self._announced
-        found = {m: known.get(m) or nodes.get(m.info.node_id) for m in members if m.has_own_process}
+        found = {m: known.get(m) or nodes.get(m.info.node_id) for m in members if m.is_remote}
         return {member: notice for member, notice in found.items() if notice is not None}

@@ -39,7 +39,7 @@ class Parcel:
         return [memoryview(buffer).nbytes for buffer in self.buffers]
 
     @property
-    def belongs_in_object_store(self) -> bool:
+    def needs_object_store(self) -> bool:
         return memoryview(self.data).nbytes + sum(self.sizes) >= _STORED_BYTES
 
     def blocks(self) -> Iterator[Any]:
@@ -54,7 +54,7 @@ class Parcel:
 
     def store(self) -> Any:
         """Return this object, or a reference to it in Ray's object store if it is large."""
-        if self.reference is None and self.belongs_in_object_store:
+        if self.reference is None and self.needs_object_store:
             import ray
 
             self.reference = ray.put(self)

@@ -97,19 +97,19 @@ class Worker:
     Args:
         catches_sigterm: whether to report SIGTERM to the driver instead of ending the process.
         hides_gpus: whether to hide the node's GPUs, because the worker reserves none.
-        has_own_process: whether the worker has its own process. If not, nothing is pickled.
+        is_remote: whether the worker has its own process. If not, nothing is pickled.
     """
 
     def __init__(
-        self, catches_sigterm: bool = False, hides_gpus: bool = False, has_own_process: bool = True
+        self, catches_sigterm: bool = False, hides_gpus: bool = False, is_remote: bool = True
     ) -> None:
         if hides_gpus:  # Ray hides GPUs only from processes that reserve some
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.runner: Runner | None = None
         self._backend: CollectiveBackend | None = None
         self._rank = 0
-        self._has_own_process = has_own_process
-        if has_own_process:
+        self._is_remote = is_remote
+        if is_remote:
             send_classes_of_the_script()
         self._interrupted = False
         self._cut_off = False
@@ -141,15 +141,15 @@ class Worker:
         """
 
         def create() -> None:
-            if self._has_own_process:
+            if self._is_remote:
                 process.is_worker = True
                 process.end_forks_with_this_process()
             sys.path.extend(path for path in import_path if path not in sys.path)
             function: Callable[[], None] | None = _unpack(hook)
             if function is not None:
                 function()
-            with frozen_imports() if self._has_own_process else contextlib.nullcontext():
-                self.runner = _unpack(runner, copies=not self._has_own_process)
+            with frozen_imports() if self._is_remote else contextlib.nullcontext():
+                self.runner = _unpack(runner, copies=not self._is_remote)
                 self._backend = _unpack(backend)
 
         return self._outcome_of(create)
@@ -278,7 +278,7 @@ class Worker:
         if self._backend is not None:
             self._backend.teardown()
         self.runner = None
-        if self._has_own_process:
+        if self._is_remote:
             process.end_wandb()
         else:
             gc.collect()  # a wrapper in a reference cycle keeps the threads of its process group
@@ -304,13 +304,13 @@ class Worker:
                 payload = send(inbox, pickle.dumps(value.metadata), (), value.write)
             except Exception as error:  # the answer is why the content could not be written
                 payload = _pack_error(_bare(error))
-        elif self._has_own_process:
+        elif self._is_remote:
             payload = _send_if_large(_pack_answer(value), inbox)
         return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if isinstance(error, KeyboardInterrupt) and in_main_thread and not self._has_own_process:
+        if isinstance(error, KeyboardInterrupt) and in_main_thread and not self._is_remote:
             raise error  # Ctrl-C on the driver
         split = 0
         if isinstance(error, RetrySplitError):
@@ -342,7 +342,7 @@ class Worker:
             notes = getattr(error, "__notes__", ())  # the error may have been raised before
             error.__notes__ = [each for each in notes if not each.startswith("Raised on worker ")]
             error.add_note(", ".join(filter(None, where)))
-        if not self._has_own_process:
+        if not self._is_remote:
             return Outcome(kind, error, progress, split=split)
         text = f"Raised on worker {self._rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
         bare = _bare(error)

@@ -36,7 +36,7 @@ class WorkerHandle(ABC):
     """One worker, on the driver. Calls return futures."""
 
     info = WorkerInfo(node_id="", node_ip="")  # empty until it is known
-    has_own_process: bool  # else it runs in the process of the driver
+    is_remote: bool  # else it runs in the process of the driver
     watch: HostWatch | None = None  # None on the driver's own host
     can_be_called: bool = True
 
@@ -99,7 +99,7 @@ class WorkerHandle(ABC):
 class ActorHandle(WorkerHandle):
     """A worker in a Ray actor. Without a monitor, only Ray watches its host."""
 
-    has_own_process = True
+    is_remote = True
 
     def __init__(self, actor: Any, monitor: HostMonitor | None = None) -> None:
         self.actor = actor
@@ -232,11 +232,11 @@ class InlineHandle(WorkerHandle):
     0 of a larger group has its own thread.
     """
 
-    has_own_process = False
+    is_remote = False
 
     def __init__(self, has_thread: bool = False) -> None:
         self.info = WorkerInfo(node_id="", node_ip="127.0.0.1", in_driver=True)
-        self.worker = Worker(has_own_process=False)
+        self.worker = Worker(is_remote=False)
         name = "raysgd-worker-0"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
 

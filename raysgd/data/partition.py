@@ -66,9 +66,8 @@ class EpochPartition:
     @functools.cached_property
     def step_size(self) -> int:
         """Samples of the whole group in a full step."""
-        return self.requested_batch_size or self.batch_size * self.layout.num_full_parts(
-            self.world_size
-        )
+        num_parts = self.layout.num_full_parts(self.world_size)
+        return self.requested_batch_size or self.batch_size * num_parts
 
     @functools.cached_property
     def owned_parts(self) -> range:
@@ -101,9 +100,7 @@ class EpochPartition:
         num_full, rest = divmod(num_samples, self.step_size)
         return itertools.chain(itertools.repeat(self.step_size, num_full), [rest] * (rest > 0))
 
-    def batch_spans(
-        self, offset: int = 0, num_steps: int | None = None
-    ) -> Iterator[tuple[int, int]]:
+    def spans(self, offset: int = 0, num_steps: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield this worker's batches from `offset`, as (start, stop) in the order of the epoch.
 
         `num_steps` limits the steps of the group.
@@ -208,9 +205,7 @@ class MicroBatch:
 class UpdatePlan:
     """A worker's batches until the next update."""
 
-    micro_batches: tuple[MicroBatch, ...] = (
-        MicroBatch(),
-    )  # of the source; each may be split again
+    micro_batches: tuple[MicroBatch, ...] = (MicroBatch(),)  # each may be split again
     total_samples: int | None = None  # of all workers; None: unknown
     is_oversized: bool = False  # has an unsplit batch above `max_micro_batch_size`
 

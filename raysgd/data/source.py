@@ -208,7 +208,7 @@ class BatchSource:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
 
     def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
-        """Partition the epoch again. `config_batch_size` is this worker's new ``config[BATCH_SIZE]``."""
+        """Partition the epoch again. `config_batch_size`: the new ``config[BATCH_SIZE]``."""
 
     def change_partition(self, **fields: Any) -> bool:
         """Set `shares` or `may_split` of the partition, and return whether they changed.
@@ -246,8 +246,8 @@ class PartitionedSource(BatchSource):
     """A loader of `epoch_size` items in batches of `size`, divided by an :class:`EpochPartition`.
 
     If `epoch_size` is None, it is unknown. If `size` is None, each item is a batch. A `layout` with
-    a number of parts makes the global batch size constant. If `size` is `config_batch_size`, the global
-    batch size is `requested_batch_size`.
+    a number of parts makes the global batch size constant: `requested_batch_size`, if `size` is
+    `config_batch_size`.
     """
 
     is_partitioned = True

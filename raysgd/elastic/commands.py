@@ -97,9 +97,8 @@ class Commands:
         idle = [member for member in self._group.members if member not in busy]
         self._call_control(idle, Worker.interrupt, self._journal.generation)
         packed = pack_as(request.name, request)
-        attempt = Attempt(
-            {m: m.submit_work(Worker.handle, packed) for m in idle}, self._group.clock
-        )
+        asked = {member: member.submit_work(Worker.handle, packed) for member in idle}
+        attempt = Attempt(asked, self._group.clock)
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them
 
@@ -143,9 +142,7 @@ class Commands:
         finally:
             self._unfinished = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"
-        if not all(
-            member.has_own_process for member in attempt.pending
-        ):  # the driver cannot kill itself
+        if not all(member.is_remote for member in attempt.pending):  # the driver cannot kill itself
             raise WorkerTimeoutError(
                 f"The worker in the driver's process did not stop within {patience_s:g} s."
             )

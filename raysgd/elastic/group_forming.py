@@ -54,10 +54,10 @@ class GroupForming:
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
-            return self._discard_replacements_among(lost)
+            return self._discard_replacements_in(lost)
         joining, leaving = self._context.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
-        if isinstance(event := self._discard_replacements_among(lost), state_machine.WorkersLost):
+        if isinstance(event := self._discard_replacements_in(lost), state_machine.WorkersLost):
             return event
         self._context.share_balancer.observe(answers)
         leader, staying = choose_leader({m: answers[m] for m in self._group.members}, leaving)
@@ -93,7 +93,7 @@ class GroupForming:
         if attempt.has_failed:
             # If no worker is lost, discard all replacements, because one may be the cause.
             if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
-                return self._discard_replacements_among(lost)
+                return self._discard_replacements_in(lost)
             error = attempt.make_error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
@@ -179,11 +179,9 @@ class GroupForming:
         joining = self._scale_up.ready_workers()
         _, lost = self._commands.probe_or_kill(joining)
         if lost:
-            self._discard_replacements_among(lost)
+            self._discard_replacements_in(lost)
             return False
-        members = self._group.sort_by_node(
-            sorted(joining, key=lambda member: member.has_own_process)
-        )
+        members = self._group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
         self._journal.ranks = {member: rank for rank, member in enumerate(members)}
         progress = Progress()
         for attempt in self._phases(members):
@@ -229,7 +227,7 @@ class GroupForming:
         are_used = bool(self._group.members) or not self._context.policy.process_can_rejoin
         self._group.members.clear()
         _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
-        self._discard_replacements_among(attempt.lost | lost)
+        self._discard_replacements_in(attempt.lost | lost)
         if are_used:
             self._scale_up.discard(members)
         self._scale_up.set_up_alone()
@@ -237,9 +235,7 @@ class GroupForming:
 
     # ---- both
 
-    def _discard_replacements_among(
-        self, lost: state_machine.LostWorkers
-    ) -> state_machine.GroupEvent:
+    def _discard_replacements_in(self, lost: state_machine.LostWorkers) -> state_machine.GroupEvent:
         """Return WorkersLost with the members among the lost, or FormingFailed if there is none."""
         members = {m: e for m, e in lost.items() if not self._scale_up.discard_failed(m, e)}
         return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()

@@ -44,7 +44,7 @@ class PreemptionWatch:
         if rank is None or not 0 <= rank < len(members):
             allowed = f"must be from 0 to {len(members) - 1}" if members else "no worker is left"
             raise ValueError(f"drain(rank={rank!r}): {allowed}.")
-        if not members[rank].has_own_process:
+        if not members[rank].is_remote:
             raise ValueError(
                 f"drain(rank={rank}): this worker is in the driver's process (use_local). Only "
                 "workers in other processes can be replaced."

@@ -331,7 +331,7 @@ class ScaleUp:
         is_short = may_join_later and (replace_lost or not self.is_first)
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
         return now >= self._enough_at + grace_s and all(
-            handle.has_own_process for handle in late.values()
+            handle.is_remote for handle in late.values()
         )
 
     def record_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:

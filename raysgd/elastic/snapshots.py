@@ -86,7 +86,7 @@ class SnapshotKeeper:
         elif self._requested is None and step > self._step:
             asked = {each: progress[each] for each in members_to_ask(progress)[0]}
             are_equal = all(each.snapshot.step == step for each in asked.values())
-            if are_equal and any(each.has_own_process for each in asked):
+            if are_equal and any(each.is_remote for each in asked):
                 self._fetch(asked, step)
 
     def _fetch(self, progress: Mapping[WorkerHandle, Progress], step: int) -> None:
@@ -116,7 +116,7 @@ class SnapshotKeeper:
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
         reached = commands.ask_progress()
-        sets = [each for each in members_to_ask(reached) if any(m.has_own_process for m in each)]
+        sets = [each for each in members_to_ask(reached) if any(m.is_remote for m in each)]
         for members in sorted(sets, key=lambda each: -reached[each[0]].position.global_step):
             shards = self._rescue(commands, members)
             steps = {(read() or {}).get("global_step") for read in shards}

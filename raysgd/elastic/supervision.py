@@ -83,9 +83,8 @@ class Supervision:
             packed, inbox = self._prepare(call, members, stack)
             self.attempt = attempt = Attempt({}, self._clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
-                attempt.add(
-                    member, member.submit_work(Worker.handle, packed, inbox and inbox.expect())
-                )
+                answer = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
+                attempt.add(member, answer)
             polled = self._watch(call, attempt)
             if attempt.has_failed:
                 self._commands.stop(attempt)

@@ -149,9 +149,7 @@ class Options(ABC):
         if packed is None:
             return self.training_operator_cls, self.config
         # Large arrays stay in Ray's shared memory, which is read-only.
-        contents: tuple[Any, dict[str, Any]] = packed.unpack(
-            copies=not packed.belongs_in_object_store
-        )
+        contents: tuple[Any, dict[str, Any]] = packed.unpack(copies=not packed.needs_object_store)
         return contents
 
     # ---- derived values

@@ -13,7 +13,7 @@ from typing import Any
 from raysgd._internal.paths import without_secrets
 from raysgd._internal.provenance import without_homes
 from raysgd.data import Dataset
-from raysgd.data.source import BatchSource, length_of, declared_replica
+from raysgd.data.source import BatchSource, declared_replica, length_of
 from raysgd.loop.options import Settings
 
 logger = logging.getLogger(__name__)

@@ -196,11 +196,8 @@ class OptimizerSteps:
 
         The steps then count, even if the loop raises.
         """
-        if (
-            self._update.has_fixed_parts
-            or self.running_optimizer is not None
-            or not self.optimizers
-        ):
+        is_running = self.running_optimizer is not None
+        if self._update.has_fixed_parts or is_running or not self.optimizers:
             return False
         usual = {id(each): self.usual_counts.get(id(each), 1) for each in self.optimizers}
         return all(self.counts.get(key, 0) >= count for key, count in usual.items())
@@ -209,21 +206,14 @@ class OptimizerSteps:
 class LossCount(NamedTuple):
     """What is known about a loss of a micro-batch. By default, it is a mean over its samples."""
 
-    num_items: float | None = (
-        None  # that the loss is a mean over, if user code or raysgd counts them
-    )
-    num_samples: float | None = (
-        None  # rows of the batch, if the ``train_batch`` of raysgd counts them
-    )
+    num_items: float | None = None  # that it is a mean over, if user code or raysgd counts them
+    num_samples: float | None = None  # rows of the batch, if ``train_batch`` of raysgd counts them
     is_sum: bool = False  # a sum over samples, and not a mean
 
     def with_samples(self) -> LossCount:
         """Return the count to use if workers do not know the sizes of all batches."""
-        return (
-            self
-            if self.is_sum or self.num_items is not None
-            else self._replace(num_items=self.num_samples)
-        )
+        is_known = self.is_sum or self.num_items is not None
+        return self if is_known else self._replace(num_items=self.num_samples)
 
 
 _UNKNOWN = LossCount()
@@ -312,9 +302,9 @@ class LossWeights:
             earlier = self._set_divisor(count, num_workers, all_reduce)
         elif count.num_items not in (None, self._count.num_items):
             raise ValueError(
-                f"backward(num_samples={count.num_items!r}) follows num_samples={self._count.num_items} "
-                "for another loss of the same batch. With accumulation or equal bits, pass the "
-                "same number."
+                f"backward(num_samples={count.num_items!r}) follows "
+                f"num_samples={self._count.num_items} for another loss of the same batch. With "
+                "accumulation or equal bits, pass the same number."
             )
         return Factors(earlier, self._items * num_workers / self.divisor if self._items else 0.0)
 

@@ -42,7 +42,7 @@ def kill(trainer: OperatorTrainer, rank: int) -> int:
     if rank not in range(len(members)):
         raise ValueError(f"No worker has rank {rank!r}. Number of workers: {len(members)}.")
     member = members[rank]
-    if not member.has_own_process:
+    if not member.is_remote:
         raise ValueError(
             f"Worker {rank} is in the driver's process, because of use_local=True. Use another "
             "rank, or remove use_local=True."
@@ -131,7 +131,7 @@ class Chaos:
             return
         member, now = members[fault.rank], time.time()
         # If the worker has died or is in the driver, another worker may get the rank.
-        if member in unharmed and member.has_own_process and member.signal(signal.SIGKILL):
+        if member in unharmed and member.is_remote and member.signal(signal.SIGKILL):
             self._killed.add(member)
             self.pending.remove(fault)
             self.injected.append(Injection(fault, member.info.pid, now))

@@ -124,7 +124,7 @@ class ArraySource(PartitionedSource):
         order = np.arange(self._partition.epoch_size)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
-        for start, stop in self._partition.batch_spans(offset, num_steps):
+        for start, stop in self._partition.spans(offset, num_steps):
             rows = order[start:stop]
             yield tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays

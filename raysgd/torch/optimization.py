@@ -319,9 +319,8 @@ def count_of(
             registered.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
             return count
     counted = target[target != index]
-    return count._replace(
-        num_items=float(counted.numel() if weight is None else weight[counted].sum())
-    )
+    num_items = counted.numel() if weight is None else weight[counted].sum()
+    return count._replace(num_items=float(num_items))
 
 
 def as_count(count: Any, origin: str = "backward(num_samples={})") -> float:

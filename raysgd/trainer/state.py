@@ -144,7 +144,7 @@ class StateTransfer:
         manifest = checkpoint.Manifest(
             world_size=len(members), operator=self.options.training_operator_cls.__qualname__
         )
-        is_remote = bool(members) and all(member.has_own_process for member in members)
+        is_remote = bool(members) and all(member.is_remote for member in members)
         with controller.speed.saving():
             if is_remote and not (must_hand_over(progress) or _allows_own_types()):
                 return self._stream(target, manifest, provenance, frozen)
@@ -208,7 +208,7 @@ class StateTransfer:
         snapshots = self.dispatcher.controller.snapshots
         if reread is not None:
             snapshots.keep(lambda: for_workers(reread()))
-        elif any(member.has_own_process for member in self.dispatcher.controller.members):
+        elif any(member.is_remote for member in self.dispatcher.controller.members):
             snapshots.store(worker_entries)
         else:  # packing needs Ray
             snapshots.keep(lambda: worker_entries)

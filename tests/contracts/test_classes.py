@@ -15,7 +15,7 @@ OF_TWO_LAYERS = {
     "OperatorBase",  # two subclasses have the same name
     "TrainerInfo",
 }
-VARIANTS = {"ShardedOptimizer", "Stream", "TorchCreators", "UserWrappedExchange"}
+VARIANTS = {"OptimizerShards", "Stream", "TorchCreators", "UserWrappedExchange"}
 
 
 def test_few_classes_have_exactly_one_subclass():

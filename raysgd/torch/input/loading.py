@@ -33,9 +33,9 @@ from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
 from raysgd.data.source import (
     BatchSource,
     PartitionedSource,
+    declared_replica,
     is_read_once,
     length_of,
-    declared_replica,
 )
 from raysgd.data.stream import Keys, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
@@ -160,7 +160,7 @@ class PartitionedLoader(PartitionedSource):
         partition = self.partition
         if offset:
             self.epoch_order.check_saved(epoch)
-        spans, same_spans = itertools.tee(partition.batch_spans(offset, num_steps))
+        spans, same_spans = itertools.tee(partition.spans(offset, num_steps))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in spans)
             return self._yield_batches(rows, order, same_spans, epoch)
@@ -203,9 +203,7 @@ class PartitionedLoader(PartitionedSource):
     def indices(self, epoch: int) -> Iterator[Any]:
         """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
         order = self._order_of(epoch)
-        return itertools.chain.from_iterable(
-            pick_keys(order, *s) for s in self.partition.batch_spans()
-        )
+        return itertools.chain.from_iterable(pick_keys(order, *s) for s in self.partition.spans())
 
     def sample_ids(self, epoch: int, offset: int, num_samples: int) -> list[Any]:
         keys = pick_keys(self._order_of(epoch, offset), offset, offset + num_samples)

@@ -85,7 +85,7 @@ class StreamSource(PartitionedSource):
             if step.end(0) == 0:
                 return
             self._steps_read = -(-(offset + size - first) // partition.step_size)
-            for start, stop in step.batch_spans():
+            for start, stop in step.spans():
                 yield self._batch(offset + start, offset + stop)
             offset += size
             if not partition.training:

@@ -2,7 +2,7 @@
 
 PyTorch's ``fully_shard`` gathers parameters before a module needs them, and reduces the gradients
 to each worker's rows. `FullyShardedExchange` uses these rows. `FullyShardedModel` extends
-`ShardedOptimizer`, and also shards the parameters.
+`OptimizerShards`, and also shards the parameters.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.data_parallel import GroupExchange
-from raysgd.torch.strategies.fsdp import ShardedModels
-from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.strategies.fsdp import FSDPModels
+from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import PARAMETER, Piece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
 
 
-class FullyShardedModel(ShardedOptimizer, Replication):
+class FullyShardedModel(OptimizerShards, Replication):
     """Shards models and their optimizer.
 
     A worker sends its gradients to the workers that hold copies of its shard, so that these workers
@@ -57,7 +57,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         models, (optimizer,) = registered.models, registered.optimizers
         device, precision = registered.device, registered.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
-        self.models = ShardedModels(models, arguments.get("wrap"), dtype, device)
+        self.models = FSDPModels(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
         whole = () if registered.context.is_alone else self.models.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
@@ -245,7 +245,7 @@ class FullyShardedExchange(GroupExchange):
     def __init__(self, registered: RegisteredObjects) -> None:
         super().__init__(registered)
         sharded: Any = registered.replication
-        self._models: ShardedModels = sharded.models
+        self._models: FSDPModels = sharded.models
         self._synced_models = [m for m in registered.models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 

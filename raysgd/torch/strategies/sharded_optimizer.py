@@ -31,8 +31,8 @@ from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
     Piece,
     ShardLayout,
-    Transfer,
     ShardUpdate,
+    Transfer,
     elements_of,
     flat,
     is_sharded,
@@ -44,7 +44,7 @@ _PARTIAL = -1
 """Version of a partly updated state, which is unusable."""
 
 
-class ShardedOptimizer(StepFeature):
+class OptimizerShards(StepFeature):
     """Lets the user's optimizer update this worker's shard.
 
     Hooks, schedulers, and parameter groups stay valid. Within a step, the groups have the pieces of
@@ -217,9 +217,8 @@ class ShardedOptimizer(StepFeature):
                 piece.version = _PARTIAL
             self._restore_params()
         if update.optimizer_steps.running_optimizer is self.optimizer:
-            update.optimizer_steps.running_optimizer = (
-                None  # parameters change together, after the step
-            )
+            # Parameters change together, after the step.
+            update.optimizer_steps.running_optimizer = None
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
         if update.is_open and update.optimizer_steps.need_copies:
             self._version = self._committed_version  # `Rollback` restores the parameters
@@ -332,8 +331,8 @@ class ShardedOptimizers(Replication):
     """Several sharded optimizers. Every worker has the complete models."""
 
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
-        self.features: list[ShardedOptimizer] = [
-            ShardedOptimizer(each, sharding_args.get("copies"), registered)
+        self.features: list[OptimizerShards] = [
+            OptimizerShards(each, sharding_args.get("copies"), registered)
             for each in registered.optimizers
         ]
 

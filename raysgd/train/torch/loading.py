@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data.partition import StepLayout
-from raysgd.data.source import BatchSource, once, declared_replica
+from raysgd.data.source import BatchSource, declared_replica, once
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loading import why_not_partitioned, without_states, wrap_loader
@@ -259,7 +259,7 @@ class _WorkerSampler(DistributedSampler[Any]):
             self._order.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return sum(stop - start for start, stop in self.source.partition.batch_spans())
+        return sum(stop - start for start, stop in self.source.partition.spans())
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.begin()

@@ -247,7 +247,7 @@ class SimBackend:
 class SimMember(WorkerHandle):
     """A simulated worker, which does its tasks in order as the world ticks."""
 
-    has_own_process = True
+    is_remote = True
 
     def __init__(self, world, slot):
         self._world = world

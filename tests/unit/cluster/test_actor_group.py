@@ -76,7 +76,7 @@ class FakeReservation:
 
 
 class FakeMember:
-    remote = True
+    is_remote = True
     can_be_called = True
 
     def __init__(self, actor, monitor=None):

@@ -169,7 +169,7 @@ def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
 
 
 def test_in_the_drivers_process_nothing_is_pickled():
-    worker = Worker(has_own_process=False)
+    worker = Worker(is_remote=False)
     worker.create(None, FakeRunner(), None, [])
     for value in (threading.Lock(), pickle.dumps("secret")):
         assert call(worker, lambda value=value: value, inline=True).unpack() is value
@@ -243,7 +243,7 @@ def test_every_base_exception_of_user_code_arrives_as_itself(worker, error):
 
 @pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=lambda error: type(error).__name__)
 def test_thread_of_the_driver_returns_every_base_exception(error):
-    worker = Worker(has_own_process=False)
+    worker = Worker(is_remote=False)
     worker.create(None, FakeRunner(), None, [])
     with ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(call, worker, fail_with(error), inline=True).result()

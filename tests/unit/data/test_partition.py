@@ -33,7 +33,7 @@ def run(course, last_world_size, total, batch_size, **arguments):
     offset, steps = 0, []
     for world_size, num_steps in [*course, (last_world_size, None)]:
         shards = group(total, batch_size, world_size, **arguments)
-        made = [list(shard.batch_spans(offset, num_steps)) for shard in shards]
+        made = [list(shard.spans(offset, num_steps)) for shard in shards]
         left = shards[0].num_steps(offset)
         taken = left if num_steps is None else min(num_steps, left)
         for step in range(taken):
@@ -73,10 +73,10 @@ def test_validation_batches_are_those_of_one_process_dealt_out_in_turn(
 ):
     shards = group(total, batch_size, world_size, training=False, drop_last=drop_last)
     single = list(
-        EpochPartition(total, batch_size, 1, 0, training=False, drop_last=drop_last).batch_spans()
+        EpochPartition(total, batch_size, 1, 0, training=False, drop_last=drop_last).spans()
     )
     for rank, shard in enumerate(shards):
-        assert list(shard.batch_spans()) == single[rank::world_size]
+        assert list(shard.spans()) == single[rank::world_size]
 
 
 @given(courses, world_sizes, totals, batch_sizes, st.booleans())
@@ -97,10 +97,10 @@ def test_counts_of_steps_agree_with_the_batches(
     offset = shards[0].offset_after(0, num_steps)
     assert shards[0].offset_after(0, 0) == 0
     left = shards[0].num_steps(offset)
-    assert left == max(len(list(shard.batch_spans(offset))) for shard in shards)
+    assert left == max(len(list(shard.spans(offset))) for shard in shards)
     assert left == max(0, shards[0].num_steps() - num_steps)
     if training:
-        assert {len(list(shard.batch_spans(offset))) for shard in shards} == {left}
+        assert {len(list(shard.spans(offset))) for shard in shards} == {left}
     assert all(shard.offset_after(offset, left) in (offset, total) for shard in shards)
 
 
@@ -138,7 +138,7 @@ def test_steps_are_the_same_samples_with_any_workers(
     offset, steps = 0, []
     for workers, num_steps in [*course, (1, None)]:
         shards = shared_group(workers, full_size, total, batch_size, **kept)
-        made = [list(shard.batch_spans(offset, num_steps)) for shard in shards]
+        made = [list(shard.spans(offset, num_steps)) for shard in shards]
         assert len(set(map(len, made))) == 1, "every worker has a batch in each step"
         for step in zip(*made, strict=True):
             steps.append(set(samples([step])))
@@ -146,7 +146,7 @@ def test_steps_are_the_same_samples_with_any_workers(
             assert not isinstance(workers, int) or max(sizes) - min(sizes) <= 1
         offset = shards[0].offset_after(offset, len(made[0]))
     (whole,) = shared_group(1, full_size, total, batch_size, **kept)
-    assert steps == [set(range(*span)) for span in whole.batch_spans()]
+    assert steps == [set(range(*span)) for span in whole.spans()]
 
 
 @given(
@@ -176,7 +176,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     for rank, plan in enumerate(plans):
         start, planned = 0, iter(plan.micro_batches)
         for size in sizes:
-            for low, high in shards[size][rank].batch_spans():
+            for low, high in shards[size][rank].spans():
                 micro_batch = next(planned)
                 if weighted is None:
                     first, stop = part_of(size, world_size, rank)
@@ -208,7 +208,7 @@ def test_validation_steps_are_the_same_samples_with_any_workers(
     full_size, world_size, total, batch_size, num_steps
 ):
     shards = shared_group(world_size, full_size, total, batch_size, training=False)
-    spans = [span for shard in shards for span in shard.batch_spans(0, num_steps)]
+    spans = [span for shard in shards for span in shard.spans(0, num_steps)]
     end = min(total, num_steps * batch_size * full_size)
     assert sorted(i for span in spans for i in range(*span)) == list(range(end))
     assert {shard.offset_after(0, num_steps) for shard in shards} == {end}

@@ -139,7 +139,7 @@ def test_the_driver_logs_what_the_workers_warn_of_when_they_form_a_group(world, 
 def test_a_restart_tears_down_the_worker_in_the_drivers_process(world, monkeypatch):
     controller = world.drive(2, rejoins=False).controller
     local, asked = controller.members[0], []
-    local.has_own_process = False
+    local.is_remote = False
     work = local.submit_work
     monkeypatch.setattr(
         local, "submit_work", lambda what, *rest: asked.append(what) or work(what, *rest)

@@ -26,8 +26,8 @@ class FakeMember:
 
     info = WorkerInfo(node_id="", node_ip="127.0.0.1")
 
-    def __init__(self, has_own_process=True):
-        self.has_own_process = has_own_process
+    def __init__(self, is_remote=True):
+        self.is_remote = is_remote
         self.asked = []
 
     def submit_control(self, method, step, num_changes, inbox):
@@ -138,7 +138,7 @@ class LargeMember(FakeMember):
         self.asked.append(self.thread.submit(method, self.worker, *arguments))
         return self.asked[-1]
 
-    work = control
+    submit_work = submit_control
 
 
 def fetch_all(keeper, member, step):
@@ -290,6 +290,6 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
 
 
 def test_a_worker_in_the_drivers_process_sends_no_snapshots():
-    member = FakeMember(has_own_process=False)
+    member = FakeMember(is_remote=False)
     make_keeper(1).request_newer({member: at(5)})
     assert member.asked == []

@@ -25,7 +25,7 @@ from raysgd.backends import create_backend
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.loop.requests import TrainRequest, ValidateRequest
-from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import ShardLayout, gather_state
 from tests.unit.torch import cases
 
@@ -285,7 +285,7 @@ class Player:
 
             setattr(kind, name, watched)
 
-        watch(ShardedOptimizer, "_await_workers", "barrier", "passed", "update", "gathered")
+        watch(OptimizerShards, "_await_workers", "barrier", "passed", "update", "gathered")
         watch(ShardLayout, "exchange", "update", "gathered")
 
     def at(self, moment):

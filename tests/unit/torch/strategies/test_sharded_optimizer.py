@@ -24,7 +24,7 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.runner import build_operator
-from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import ShardLayout, gather_state, plan_transfers
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import (
@@ -178,7 +178,7 @@ def test_random_losses_give_the_result_of_one_process(workers, given):
 
 
 def divided(optimizer, copies=None):
-    each = ShardedOptimizer(optimizer, copies, TorchTrainState(OperatorSettings()).registered)
+    each = OptimizerShards(optimizer, copies, TorchTrainState(OperatorSettings()).registered)
     each.wrap_steps()
     return each
 
