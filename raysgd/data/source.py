@@ -284,7 +284,7 @@ class PartitionedSource(BatchSource):
             training=training,
             layout=layout,
         )
-        self._requested_batch_size = requested_batch_size if training else None
+        self._requested_batch_size = requested_batch_size
         self.set_batch_size(self._partition.batch_size, follows_config)
 
     @property
@@ -338,8 +338,10 @@ class PartitionedSource(BatchSource):
         return self._partition.batch_size, self._follows_config
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
-        requested = self._requested_batch_size if follows_config else None
-        self._partition = replace(self._partition, batch_size=size, requested_batch_size=requested)
+        partition = self._partition
+        keeps_size = partition.training and partition.layout.num_parts is not None
+        requested = self._requested_batch_size if follows_config and keeps_size else None
+        self._partition = replace(partition, batch_size=size, requested_batch_size=requested)
         self._follows_config = follows_config
 
     def describe(self) -> str:

@@ -221,12 +221,11 @@ class Settings:
     @property
     def partition_arguments(self) -> dict[str, Any]:
         """Arguments with which a source partitions data for the group."""
-        layout = self.options.layout
         return {
             "world_size": self.context.world_size,
             "rank": self.context.world_rank,
-            "layout": layout,
-            "requested_batch_size": None if layout.num_parts is None else self.requested_batch_size,
+            "layout": self.options.layout,
+            "requested_batch_size": self.requested_batch_size,
         }
 
     def warn_once(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:

@@ -109,7 +109,6 @@ class TorchSources(DataSources):
             partitions=settings.options.add_dist_sampler,
             seed=self._seed,
             config_batch_size=settings.config_batch_size,
-            order_size=settings.requested_batch_size,
             **settings.partition_arguments,
         )
 
@@ -319,15 +318,14 @@ def wrap_loader(
     loader: Any,
     *,
     partitions: bool,
-    order_size: int | None = None,
     layout: StepLayout = BY_WORKERS,
     **partition_arguments: Any,
 ) -> BatchSource:
     """Return the batch source of a registered loader, or of a `raysgd.data.Dataset`.
 
     `partitions` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler
-    are partitioned even if it is False. `order_size` is the argument of `StreamSource`, and
-    `partition_arguments` has the seed and the arguments of `PartitionedSource`.
+    are partitioned even if it is False. `partition_arguments` has the seed and the arguments of
+    `PartitionedSource`.
     """
     if isinstance(records := getattr(loader, "dataset", loader), Records):
         raise TypeError(
@@ -358,7 +356,7 @@ def wrap_loader(
         return PartitionedLoader(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
     if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
-        return StreamSource(loader, order_size=order_size, layout=layout, **partition_arguments)
+        return StreamSource(loader, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, by_user=not partitions, why_not_partitioned=why)
 

@@ -28,8 +28,8 @@ class StreamSource(PartitionedSource):
     The samples of a DataLoader over an IterableDataset are partitioned. For any other loader, each
     item is a ready batch, and the workers take turns.
 
-    `order_size` is the batch size that determines the order of the samples of several loader
-    processes. It does not depend on the number of workers.
+    `requested_batch_size` determines the order of the samples of several loader processes, because
+    it does not depend on the number of workers.
     """
 
     data_kind = "a stream"
@@ -37,11 +37,8 @@ class StreamSource(PartitionedSource):
     order_sampler = None
     epoch_samples = 0
 
-    def __init__(
-        self, loader: Any, *, seed: int, order_size: int | None = None, **partition_arguments: Any
-    ) -> None:
-        self._collates = has_samples(loader)
-        self._order_size, self._seed = order_size, seed
+    def __init__(self, loader: Any, *, seed: int, **partition_arguments: Any) -> None:
+        self._collates, self._seed = has_samples(loader), seed
         size, drop_last = (loader.batch_size, loader.drop_last) if self._collates else (None, False)
         super().__init__(loader, known_length(loader), size, bool(drop_last), **partition_arguments)
         self.knows_sizes = self._collates and keeps_samples(loader)
@@ -58,7 +55,8 @@ class StreamSource(PartitionedSource):
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
         super().set_batch_size(size, follows_config)
-        self._chunk_size = self._order_size if follows_config and self._order_size else size
+        requested = self._requested_batch_size
+        self._chunk_size = requested if follows_config and requested else size
 
     @property
     def _dataset(self) -> Any:
