@@ -171,7 +171,7 @@ class OperatorBase:
                 check_rows(output, info[NUM_SAMPLES], train_state.num_rows(batch))
                 yield train_state.to_cpu(output)
 
-    def _epoch_is_over(self) -> bool:
+    def _loop_ends_epoch(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
         segment: Segment | None = self._train_state.segment
         return segment is None or not segment.was_read or segment.loop_ends_epoch

@@ -132,7 +132,7 @@ class TrainingOperator(OperatorBase):
                 self._warn_of_masked_labels(batch)
             if per_batch and train_state.update.in_last_micro_batch:
                 self.step_schedulers()
-        if self.scheduler_step_freq == "epoch" and self._epoch_is_over():
+        if self.scheduler_step_freq == "epoch" and self._loop_ends_epoch():
             self.step_schedulers()
         return self._finish_epoch(meters)
 

@@ -196,7 +196,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             if begins:
                 module.on_train_epoch_start()
             result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
-            if self._epoch_is_over():
+            if self._loop_ends_epoch():
                 module.on_train_epoch_end()
             result.update(compute_logged(stand_in.pop_logged()))
         return result

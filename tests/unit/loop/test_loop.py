@@ -436,7 +436,7 @@ class Wrapping(Recorder):
     [(Recorder, {}), (Streaming, {}), (Streaming, {"wrap": list}), (Wrapping, {})],
     ids=["sharded", "unsized", "list", "wrapping"],
 )
-def test_schedulers_of_epochs_step_when_an_epoch_is_over(start, operator_cls, config):
+def test_schedulers_of_epochs_step_when_the_loop_ends_an_epoch(start, operator_cls, config):
     trainer, operator = start(
         operator_cls, {**config, "scheduler": halving}, scheduler_step_freq="epoch"
     )
