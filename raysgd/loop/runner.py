@@ -71,15 +71,38 @@ class OperatorRunner(Runner, ABC):
         return "\n".join(filter(None, (each.warning for each in train_state.features)))
 
     def _load_from_leader(self, leader_rank: int) -> Mapping[str, Any] | None:
-        """Load the state of the leader, and return it. Return None on the leader.
+        """Load the state of the leader, and return its small entries. Return None on the leader.
 
-        `raysgd.loop.state_schema` has the order of its entries.
+        The leader first sends the small entries in one message, then the models and optimizers if
+        they differ, then buffers. Shards come from all workers. The others load them in this order:
+
+        ================================  ====================================  ==========
+        entry of the state                loaded by                             on
+        ================================  ====================================  ==========
+        ``batching``                      `DataSources.set_batch_size`          all others
+        ``why_not_split``                 `MicroBatching`                       all others
+        shards                            `StepFeature.receive`                 all
+        schedulers, optimizers, models,   `StateAccess.copy_from`               followers
+        and the entries of features
+        buffers                           `StepFeature.receive`                 followers
+        ``operator``                      the operator's ``load_state_dict``    followers
+        ``is_damaged``                    `Update`                              followers
+        ``module_modes``                  `StateAccess.set_module_modes`        followers
+        ``data``, ``global_step``         `TrainState.load_position`            all others
+        ``call``                          `CallProgress.continue_call`          all others
+        ``batching``, ``fingerprint``     `DataSources`, after the hook         all others
+                                          ``on_world_change``
+        ================================  ====================================  ==========
+
+        New workers follow the leader. If models are replicated, all others do. Otherwise, survivors
+        keep their own models. The leader does not send snapshots, generators of random numbers, and
+        metrics, except those that equal bits share. A restart from a snapshot loads ``operator``
+        first, see `load_state_dict`.
         """
         loop, train_state = self._hosted_loop, self._train_state
         is_leader = train_state.context.world_rank == leader_rank
-        state: Mapping[str, Any] = train_state.collectives.broadcast(
-            lambda: loop.state_for("generation"), leader_rank
-        )
+        state: Mapping[str, Any]
+        state = train_state.collectives.broadcast(self._small_entries, leader_rank)
         if not is_leader:
             train_state.data.set_batch_size(state["batching"])
             if why := state["why_not_split"]:
@@ -95,6 +118,21 @@ class OperatorRunner(Runner, ABC):
         train_state.load_position(state["data"], state["global_step"])
         loop.call_progress.continue_call(state["call"])
         return state
+
+    def _small_entries(self) -> dict[str, Any]:
+        """Return what the leader of a new generation sends first."""
+        loop, train_state = self._hosted_loop, self._train_state
+        return {
+            "global_step": train_state.global_step,
+            "operator": self.operator.state_dict(),
+            "data": train_state.saved_position(),
+            "call": dict(loop.call_progress.export()),
+            "batching": train_state.data.batching(),
+            "module_modes": loop.state_access.module_modes(),
+            "fingerprint": train_state.data.fingerprint(),
+            "why_not_split": train_state.micro_batching.why_not_split,
+            "is_damaged": train_state.update.is_damaged,
+        }
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
@@ -310,7 +348,7 @@ class OperatorRunner(Runner, ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state = self._hosted_loop.state_for("file")
+        state = self._hosted_loop.state_dict()
         if not frozen:
             state = self._hosted_loop.state_access.without_frozen(state, for_workers=False)
         return dict(self._train_state.to_cpu(state))
@@ -365,7 +403,7 @@ class OperatorRunner(Runner, ABC):
         has_all = train_state.context.world_size == num_workers and is_in_sync
         if not (train_state.holdings.complete or has_all):
             return None
-        state: dict[str, Any] = train_state.to_cpu(self._loop.state_for("snapshot"))
+        state: dict[str, Any] = train_state.to_cpu(self._loop.state_dict(is_snapshot=True))
         return state
 
 

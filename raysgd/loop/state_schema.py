@@ -1,47 +1,17 @@
-"""The keys of the state of a trainer: who receives each, and how it is checked.
+"""The keys of the state of a trainer, and how they are checked.
 
-`Loop.state_for` collects it. Files have the state between calls. A snapshot, from which new workers
-restart, also has the unfinished call. Features add keys to those of the models and optimizers, as
-schedulers and the loss scaler do.
-
-A worker that enters a generation gets the entries that it needs from the leader, the worker whose
-state counts. The leader first sends the small entries in one message, then the models and
-optimizers if they differ, then buffers. Shards come from all workers. The others load them in this
-order:
-
-================================  ====================================  ==========
-entry of the state                loaded by                             on
-================================  ====================================  ==========
-``batching``                      `DataSources.set_batch_size`          all others
-``why_not_split``                 `MicroBatching`                       all others
-shards                            `StepFeature.receive`                 all
-schedulers, optimizers, models,   `StateAccess.copy_from`                followers
-and the entries of features
-buffers                           `StepFeature.receive`                 followers
-``operator``                      the operator's ``load_state_dict``    followers
-``is_damaged``                    `Update`                              followers
-``module_modes``                  `StateAccess.set_module_modes`         followers
-``data``, ``global_step``         `TrainState.load_position`                  all others
-``call``                          `CallProgress.continue_call`          all others
-``batching``, ``fingerprint``     `DataSources`, after the hook         all others
-                                  ``on_world_change``
-================================  ====================================  ==========
-
-New workers follow the leader. If models are replicated, all others do. Otherwise, survivors keep
-their own models. The leader does not send snapshots, generators of random numbers, and metrics,
-except those that equal bits share. A restart from a snapshot loads ``operator`` first, see
-`OperatorRunner.load_state_dict`.
+`Loop.state_dict` collects it. Files have the state between calls. A snapshot, from which new
+workers restart, also has the unfinished call. Features add keys to those of the models and
+optimizers, as schedulers and the loss scaler do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from raysgd.checkpoint.file import REQUIRED
 from raysgd.errors import CheckpointError
-
-Receiver = Literal["file", "snapshot", "generation"]
 
 
 def for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
