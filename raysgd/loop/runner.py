@@ -16,7 +16,7 @@ from raysgd._internal.context import Request, Runner, WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
-from raysgd.checkpoint.file import manifest_entries, write_state
+from raysgd.checkpoint.file import SHARDS, manifest_entries, write_state
 from raysgd.cluster.large_values import FileContent, Incoming
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.elastic.call import (
@@ -356,6 +356,10 @@ class OperatorRunner(Runner, ABC):
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state."""
         train_state, state_access = self._train_state, self._hosted_loop.state_access
+        if SHARDS in state:  # of all workers, in a snapshot
+            if incoming is not None:
+                incoming.receive()
+            state = state_access.merge_shards(state)
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
             state = map_leaves(state, try_copy)

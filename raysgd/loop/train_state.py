@@ -287,6 +287,10 @@ class StateAccess(ABC):
     def set_module_modes(self, modes: Any) -> None:  # noqa: B027
         """Apply the result of `module_modes`."""
 
+    def merge_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with the shards of all workers merged."""
+        return state
+
     def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
         """Replace incoming arrays by registered ones of the same shape, dtype, and device.
 

@@ -14,8 +14,6 @@ import torch
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
-from raysgd.checkpoint.file import SHARDS
-from raysgd.cluster.large_values import Incoming
 from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.loop.train_state import RandomGenerators
@@ -24,7 +22,6 @@ from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.shards import gather_state
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable that cuBLAS reads when PyTorch first uses it."""
@@ -95,11 +92,6 @@ class TorchRunner(OperatorRunner):
         os.environ.setdefault(_WORKSPACE, ":4096:8")
 
     # ---- answers to requests
-
-    def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
-        if SHARDS in state and incoming is not None:
-            incoming.receive()
-        super().load_state_dict(gather_state(state), incoming)
 
     def update_schedulers(self, call_number: int, metric: float) -> None:
         loop = self._hosted_loop

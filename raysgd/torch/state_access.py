@@ -18,6 +18,7 @@ from raysgd.loop.train_state import StateAccess
 from raysgd.torch import collectives
 from raysgd.torch.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
 from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.shards import gather_state
 from raysgd.torch.tensors import (
     copy_to_cpu,
     load_optimizer,
@@ -205,6 +206,8 @@ class TorchStateAccess(StateAccess):
             )
         for feature in self._registered.features:
             feature.check_state(state)
+
+    merge_shards = staticmethod(gather_state)
 
     def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
         own = self.read()
