@@ -156,8 +156,8 @@ class OpenFile:
         weakref.finalize(self, self._file.close)
 
     def read(self) -> dict[str, Any]:
-        """Read the state as `read_file` does. Its tensors are pages of the file."""
-        return _read(self._file, self._label, _map)[0]
+        """Return the state of `read_file`, with this file as parent. Tensors are pages of it."""
+        return {**_read(self._file, self._label, _map)[0], "parent": {"path": self._label}}
 
 
 def _read(

@@ -192,8 +192,8 @@ class StateTransfer:
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
         self.dispatcher.check_open(changes_state=True)
-        file, parent = OpenFile(path), {"path": Location(path).label}
-        self.load({**file.read(), "parent": parent}, reread=file.read)
+        file = OpenFile(path)
+        self.load(file.read(), reread=file.read)
 
     def load(self, state: Mapping[str, Any], reread: Callable[[], Any] | None = None) -> None:
         """Load a state. `reread` reads it from a file, so that it need not be kept."""
