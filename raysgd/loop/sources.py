@@ -118,7 +118,7 @@ class DataSources(ABC):
             self._sources[name] = source
             source.set_batch_size(dataset.batch_size, follows_config=False)
         self.trains_on = name
-        return self.training_source
+        return self.lazy_source(name)
 
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""
