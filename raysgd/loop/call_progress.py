@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +13,12 @@ from raysgd._internal.progress import LogPoint
 from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
 from raysgd.cluster.serialization import pack
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import learning_rates, merge_segments
+from raysgd.metrics import AverageMeterCollection, learning_rates, merge_segments
 
 _PROFILED = {"data": DATA, "fwd": FORWARD, "grad": BACKWARD, "apply": OPTIMIZER}
 """Phases in ``profile``, by the names of their timers in RaySGD v1."""
+_METRICS_WAIT_S = 0.02
+"""Seconds to wait for metrics from a GPU before reporting earlier ones."""
 
 
 @dataclass
@@ -131,3 +135,27 @@ class CallProgress:
             for key, phase in (_PROFILED.items() if num_steps else ())
         }
         return {**result, "profile": means | timers.stats()} if timers.enabled else result
+
+
+class MetricReader:
+    """Reads the newest metrics in a thread. `read` returns older metrics until that thread ends.
+
+    Reading from a GPU waits for earlier work on the GPU, such as a collective with a lost worker.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._thread: threading.Thread | None = None
+
+    def read(self, meters: AverageMeterCollection) -> dict[str, float]:
+        thread = self._thread  # other control threads may read at the same time
+        if thread is None or not thread.is_alive():
+            thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
+            thread.start()
+            self._thread = thread
+        thread.join(_METRICS_WAIT_S)
+        return self._values
+
+    def _wait(self, meters: AverageMeterCollection) -> None:
+        with contextlib.suppress(Exception):  # the training thread raises GPU errors too
+            self._values = meters.latest()

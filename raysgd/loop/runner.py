@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,17 +25,14 @@ from raysgd.elastic.call import (
     RestartStateRequest,
 )
 from raysgd.loop import requests
+from raysgd.loop.call_progress import MetricReader
 from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
 from raysgd.loop.train_state import RandomGenerators, StateAccess, TrainState
-from raysgd.metrics import AverageMeterCollection
 
 logger = logging.getLogger(__name__)
-
-_METRICS_WAIT_S = 0.02
-"""Seconds to wait for metrics from a GPU before reporting earlier ones."""
 
 
 class OperatorRunner(Runner, ABC):
@@ -390,7 +386,7 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(state["batching"])
             state_access.set_module_modes(state["module_modes"])
         else:
-            _warn_of_other_steps(train_state, position)
+            train_state.data.warn_of_other_steps(position)
         train_state.load_position(position, state.get("global_step", 0))
         if generators:
             self.generators.set(generators[context.world_rank])
@@ -409,41 +405,3 @@ class OperatorRunner(Runner, ABC):
             return None
         state: dict[str, Any] = train_state.to_cpu(self._loop.state_dict(is_snapshot=True))
         return state
-
-
-def _warn_of_other_steps(train_state: TrainState, position: Mapping[str, Any]) -> None:
-    now, then = train_state.data.training_source.global_batch_size, position.get("global_batch")
-    if None not in (now, then, train_state.settings.options.layout.num_parts) and now != then:
-        train_state.settings.warn_once(
-            "step size",
-            "A step had %d samples when the state was saved, and has %d now. This changes the "
-            "length of epochs and schedules. To keep the size, register loaders with "
-            "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
-            then,
-            now,
-            then,
-        )
-
-
-class MetricReader:
-    """Reads the newest metrics in a thread. `read` returns older metrics until that thread ends.
-
-    Reading from a GPU waits for earlier work on the GPU, such as a collective with a lost worker.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-        self._thread: threading.Thread | None = None
-
-    def read(self, meters: AverageMeterCollection) -> dict[str, float]:
-        thread = self._thread  # other control threads may read at the same time
-        if thread is None or not thread.is_alive():
-            thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
-            thread.start()
-            self._thread = thread
-        thread.join(_METRICS_WAIT_S)
-        return self._values
-
-    def _wait(self, meters: AverageMeterCollection) -> None:
-        with contextlib.suppress(Exception):  # the training thread raises GPU errors too
-            self._values = meters.latest()

@@ -140,6 +140,20 @@ class DataSources(ABC):
                     context.world_size,
                 )
 
+    def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
+        """Warn if steps have another number of samples than at a saved position."""
+        now, then = self.training_source.global_batch_size, position.get("global_batch")
+        if None not in (now, then, self._settings.options.layout.num_parts) and now != then:
+            self._settings.warn_once(
+                "step size",
+                "A step had %d samples when the state was saved, and has %d now. This changes the "
+                "length of epochs and schedules. To keep the size, register loaders with "
+                "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
+                then,
+                now,
+                then,
+            )
+
     # ---- agreement between the workers
 
     def fingerprint(self) -> dict[str, str]:

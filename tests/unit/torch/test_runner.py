@@ -21,8 +21,8 @@ from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
 from raysgd.comm.network import LOOPBACK
 from raysgd.elastic.call import LoadRequest
+from raysgd.loop.call_progress import MetricReader
 from raysgd.loop.requests import TrainRequest, ValidateRequest
-from raysgd.loop.runner import MetricReader
 from raysgd.metrics import AverageMeterCollection
 from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
