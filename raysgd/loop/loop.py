@@ -36,7 +36,6 @@ from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import Snapshots
-from raysgd.loop.state_schema import models_last
 from raysgd.loop.train_state import StateAccess
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
@@ -53,7 +52,11 @@ class Loop:
     """
 
     def __init__(
-        self, operator: OperatorBase, state_access: StateAccess, control: LoopControl
+        self,
+        operator: OperatorBase,
+        state_access: StateAccess,
+        control: LoopControl,
+        read_snapshot: Callable[[], dict[str, Any]],
     ) -> None:
         self.operator = operator
         self.state_access = state_access
@@ -66,7 +69,7 @@ class Loop:
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
         self.evaluation = Evaluation(operator, control, self.call_progress)
-        self.snapshots = Snapshots(self.train_state, partial(self.state_dict, is_snapshot=True))
+        self.snapshots = Snapshots(self.train_state, read_snapshot)
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
         """Train up to the goal of a request and return metrics. Return None at `callback_pause`.
@@ -315,26 +318,3 @@ class Loop:
     def restart_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
         self.train_state.segment = self._rest = None
-
-    def state_dict(self, is_snapshot: bool = False) -> dict[str, Any]:
-        """Return a worker's state for a file or a snapshot, with tensors on their device.
-
-        If the state is sharded, only rank 0 adds more than its shards.
-        """
-        train_state, data = self.train_state, self.train_state.data
-        state: dict[str, Any] = {"global_step": train_state.global_step}
-        if own := train_state.replication.own_state():
-            state |= own
-            if train_state.context.world_rank != 0:
-                return state
-        state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
-        state["epoch"] = train_state.epoch + (train_state.offset > 0)
-        if not is_snapshot:
-            state["data"]["loaders"] = data.loader_summaries
-            return models_last(state | self.state_access.read())
-        # Other batch sizes follow from the new number of workers.
-        batching = {name: each for name, each in data.batching().items() if not each[1]}
-        state |= {"call": dict(self.call_progress.export()), "batching": batching}
-        state["module_modes"] = self.state_access.module_modes()
-        state |= self.state_access.read()
-        return models_last(self.state_access.without_frozen(state, for_workers=True))

@@ -30,6 +30,7 @@ from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
+from raysgd.loop.state_schema import models_last
 from raysgd.loop.train_state import RandomGenerators, StateAccess, TrainState
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,8 @@ class OperatorRunner(Runner, ABC):
 
     def start_operator(self, operator: OperatorBase, state_access: StateAccess) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
-        self._loop = Loop(operator, state_access, self.control)
+        read_snapshot = functools.partial(self._read_state, is_snapshot=True)
+        self._loop = Loop(operator, state_access, self.control, read_snapshot)
         train_state = self._train_state
         self._set_config_size(train_state.context)
         if train_state.context.world_size > 1:
@@ -344,10 +346,33 @@ class OperatorRunner(Runner, ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state = self._hosted_loop.state_dict()
+        state = self._read_state()
         if not frozen:
             state = self._hosted_loop.state_access.without_frozen(state, for_workers=False)
         return dict(self._train_state.to_cpu(state))
+
+    def _read_state(self, is_snapshot: bool = False) -> dict[str, Any]:
+        """Return the state for a file or a snapshot, with tensors on their device.
+
+        If the state is sharded, only rank 0 adds more than its shards.
+        """
+        loop, train_state, data = self._hosted_loop, self._train_state, self._train_state.data
+        state: dict[str, Any] = {"global_step": train_state.global_step}
+        if own := train_state.replication.own_state():
+            state |= own
+            if train_state.context.world_rank != 0:
+                return state
+        state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
+        state["epoch"] = train_state.epoch + (train_state.offset > 0)
+        if not is_snapshot:
+            state["data"]["loaders"] = data.loader_summaries
+            return models_last(state | loop.state_access.read())
+        # Other batch sizes follow from the new number of workers.
+        batching = {name: each for name, each in data.batching().items() if not each[1]}
+        state |= {"call": dict(loop.call_progress.export()), "batching": batching}
+        state["module_modes"] = loop.state_access.module_modes()
+        state |= loop.state_access.read()
+        return models_last(loop.state_access.without_frozen(state, for_workers=True))
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state."""
@@ -403,5 +428,4 @@ class OperatorRunner(Runner, ABC):
         has_all = train_state.context.world_size == num_workers and is_in_sync
         if not (train_state.holdings.complete or has_all):
             return None
-        state: dict[str, Any] = train_state.to_cpu(self._loop.state_dict(is_snapshot=True))
-        return state
+        return dict(train_state.to_cpu(self._read_state(is_snapshot=True)))

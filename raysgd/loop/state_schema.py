@@ -1,7 +1,7 @@
 """The keys of the state of a trainer, and how they are checked.
 
-`Loop.state_dict` collects it. Files have the state between calls. A snapshot, from which new
-workers restart, also has the unfinished call. Features add keys to those of the models and
+`OperatorRunner._read_state` collects it. Files have the state between calls. A snapshot, from which
+new workers restart, also has the unfinished call. Features add keys to those of the models and
 optimizers, as schedulers and the loss scaler do.
 """
 

@@ -248,7 +248,7 @@ class TrainState(ABC):
 class StateAccess(ABC):
     """Reads and loads models, optimizers, and the state of features.
 
-    `Loop.state_dict` adds the position and what else a file or a snapshot needs.
+    `OperatorRunner` adds the position and what else a file or a snapshot needs.
     """
 
     def __init__(self, train_state: TrainState) -> None:
