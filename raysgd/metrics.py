@@ -48,7 +48,8 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, float | int | numbers.Number)
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
+    """Return the value of a tensor or an array on the CPU. Return other values unchanged."""
     if hasattr(value, "detach"):
         return value.item() if value.numel() == 1 else value.detach().cpu().double()
     if hasattr(value, "__array__"):
@@ -61,7 +62,7 @@ def _summable(value: Any) -> Any:
     """Convert `value` for float64 sums. Tensors on an accelerator stay there, to avoid waiting."""
     if hasattr(value, "detach") and value.device.type not in ("cpu", "mps"):
         return value.detach().double()
-    value = _on_cpu(value)
+    value = on_cpu(value)
     return float(value) if isinstance(value, float | numbers.Real) else value
 
 
@@ -118,12 +119,12 @@ class AverageMeter:
     @property
     def val(self) -> Any:
         """Newest value."""
-        return _on_cpu(self._last)
+        return on_cpu(self._last)
 
     @property
     def sum(self) -> Any:
         """Weighted sum."""
-        return _on_cpu(_round(self._total))
+        return on_cpu(_round(self._total))
 
     @property
     def avg(self) -> Any:
@@ -179,7 +180,7 @@ class Sums(MergeableMetric):
     @property
     def sums(self) -> dict[str, Any]:
         """Sums by name: floats, or float64 on the CPU for arrays and tensors."""
-        return {name: _on_cpu(_round(value)) for name, value in self._sums.items()}
+        return {name: on_cpu(_round(value)) for name, value in self._sums.items()}
 
     def merge(self, other: Self) -> Self:
         """Return a metric with the added sums of both metrics."""
@@ -193,7 +194,7 @@ class Sums(MergeableMetric):
         return self.function(**self.sums)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"function": self.function, "_sums": map_leaves(self._sums, _on_cpu)}
+        return {"function": self.function, "_sums": map_leaves(self._sums, on_cpu)}
 
 
 def ratio(total: Any, weight: Any) -> Any:
@@ -221,7 +222,7 @@ def _numbers(value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         inner = {suffix: _numbers(each) for suffix, each in value.items()}
         return {f"{start}{i}": n for start, numbers in inner.items() for i, n in numbers.items()}
-    array = np.asarray(_on_cpu(value), dtype=np.float64)
+    array = np.asarray(on_cpu(value), dtype=np.float64)
     return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 
 
@@ -265,30 +266,6 @@ class AverageMeterCollection:
         self._meters: dict[str, AverageMeter] = {}
         self._mergeable: dict[str, tuple[MergeableMetric, MergeableMetric]] = {}
         self._not_averaged: dict[str, Any] = {}
-        self._held_updates: list[tuple[Mapping[str, Any], float, bool]] = []
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches, including held ones."""
-        return self.batch_count + sum(is_batch for *_, is_batch in self._held_updates)
-
-    def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
-        """Store the arguments of `update` until `apply_held` applies them."""
-        self._held_updates.append((metrics, n, is_batch))
-
-    def exchange_held(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
-        """Replace the stored updates with those of all workers, which `exchange` returns."""
-        self._held_updates = exchange(map_leaves(self._held_updates, _on_cpu))
-
-    def apply_held(self) -> None:
-        """Apply the stored updates."""
-        held, self._held_updates = self._held_updates, []
-        for each in held:
-            self.update(*each)
-
-    def discard_held(self) -> None:
-        """Discard the metrics of the stored updates. Their batches count."""
-        self._held_updates = [({}, 0, is_batch) for *_, is_batch in self._held_updates]
 
     @property
     def n(self) -> float:
@@ -306,7 +283,7 @@ class AverageMeterCollection:
             TypeError: If a metric is a list, tuple, or set, whose meaning is ambiguous.
         """
         self.batch_count += is_batch
-        n = _on_cpu(n)
+        n = on_cpu(n)
         self.num_samples += n
         self._add(metrics, n)
 
@@ -352,7 +329,7 @@ class AverageMeterCollection:
             if "loss" in name and isinstance(merged, Sums):
                 totals += merged._sums.values()
         # Exact totals are finite.
-        rest = (_on_cpu(each) for each in totals if not isinstance(each, int))
+        rest = (on_cpu(each) for each in totals if not isinstance(each, int))
         return not all(np.isfinite(each).all() for each in rest)
 
     def latest(self) -> dict[str, float]:
@@ -391,7 +368,7 @@ def _is_mean(name: str, value: Any) -> bool:
 
 def _sums_of(value: Any, weight: float) -> Sums:
     # Ignore means over no samples, because they can be NaN, and NaN times 0 is NaN.
-    return Sums(ratio, total=_on_cpu(value) * weight if weight else 0.0, weight=weight)
+    return Sums(ratio, total=on_cpu(value) * weight if weight else 0.0, weight=weight)
 
 
 def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
@@ -423,7 +400,7 @@ def _merge(
             for i, value in values.items():
                 metrics.setdefault(name.removesuffix(value.suffix), {})[i] = value.metric
         else:
-            weights = {i: _on_cpu(results[i].get(NUM_SAMPLES, 1)) for i in values}
+            weights = {i: on_cpu(results[i].get(NUM_SAMPLES, 1)) for i in values}
             metrics[name] = {i: _sums_of(value, weights[i]) for i, value in values.items()}
     for name, by_result in metrics.items():
         total = reduce(lambda metric, other: metric.merge(other), by_result.values())
@@ -473,7 +450,7 @@ def merge_workers(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def combine(name: str, values: list[Any]) -> Any:
         if texts := [value for value in values if not is_numeric(value)]:
             return texts[0]
-        return (sum if name == NUM_SAMPLES else mean)([_on_cpu(value) for value in values])
+        return (sum if name == NUM_SAMPLES else mean)([on_cpu(value) for value in values])
 
     merged = _merge(results, combine, raises=True)
     return {name: float(n) if isinstance(n, Computed) else n for name, n in merged.items()}

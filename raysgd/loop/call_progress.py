@@ -68,12 +68,12 @@ class CallProgress:
     @property
     def _merges_metrics(self) -> bool:
         train_state = self._train_state
-        return train_state.update.has_fixed_parts and train_state.update.meters is not None
+        return train_state.update.has_fixed_parts and train_state.meters is not None
 
     def export(self) -> dict[str, Any]:
         """Return the state, with the merged metrics of a segment that runs."""
         segment = self._train_state.segment
-        meters = self._train_state.update.meters if self._merges_metrics else None
+        meters = self._train_state.meters if self._merges_metrics else None
         if segment is None or meters is None:
             return vars(self.state)
         running = segment.start_step, meters.summary()

@@ -61,7 +61,7 @@ class Evaluation:
             limit = min((n for n in (steps_left, left_in_epoch) if n is not None), default=None)
             read = source.batches(0, offset, limit)
             self.batches = batches = _EvaluationBatches(source, read, self._control, limit)
-            train_state.update.meters = None
+            train_state.meters = None
             try:
                 # A worker that has fewer batches may have to wait at the end of the context.
                 with train_state.evaluating(), train_state.timers.record("validation"):
@@ -113,7 +113,7 @@ class Evaluation:
         source.agree_on_order(0, 0, train_state.collectives)
         # The workers take turns with the batches.
         keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
-        train_state.update.meters = None
+        train_state.meters = None
         batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._control)
         try:
             with train_state.evaluating():

@@ -28,12 +28,11 @@ class StepFeature:
     methods of states. Besides its own hooks and attributes, a feature may use, in PyTorch by
     `RegisteredObjects`:
 
-    - The update. It may set `bad_step` before an update that must not be applied,
-      `optimizer_steps.running_optimizer` while one steps, and `is_damaged` if it cannot restore
-      what has changed. An exchange that counts items also sets `loss_weights.divisor` to 0.
+    - The update. It may exchange `held_metrics`, set `bad_step` before an update that must not be
+      applied, `optimizer_steps.running_optimizer` while one steps, and `is_damaged` if it cannot
+      restore what has changed. An exchange that counts items also sets `loss_weights.divisor` to 0.
     - The buffers. It may write their copies back if an update is not applied, and take
       new copies after it has changed buffers.
-    - The meters. It may discard or exchange the metrics that are held until the commit.
     - The optimizers. It may register hooks of their steps, for what the updates themselves do.
     """
 

@@ -191,7 +191,7 @@ class Loop:
             call.began_at = train_state.global_step
         train_state.position.call_began_at = call.began_at
         train_state.keeps_modes = call.has_paused
-        train_state.user_set_step = train_state.update.meters = None
+        train_state.user_set_step = train_state.meters = None
         call.has_paused = False
         self.snapshots.maybe_take(is_collective=True)
         train_state.resume_modes()
@@ -245,7 +245,7 @@ class Loop:
 
     def _end_at_bad_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""
-        meters = self.train_state.update.meters
+        meters = self.train_state.meters
         is_bad = meters is not None and meters.has_bad_loss()
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.any_rank(is_bad)
@@ -261,8 +261,8 @@ class Loop:
             segment.source.close_workers()
         elif not segment.source.is_partitioned:
             self._rest = itertools.chain(again, segment.rest or ())
-        if self.train_state.update.meters is not None:
-            self.call_progress.add(segment.start_step, self.train_state.update.meters.summary())
+        if self.train_state.meters is not None:
+            self.call_progress.add(segment.start_step, self.train_state.meters.summary())
         self.train_state.end_segment()
 
     def _handle_empty_segment(self, segment: Segment, until_epoch: int) -> None:

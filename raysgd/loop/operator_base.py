@@ -144,7 +144,7 @@ class OperatorBase:
         meters = AverageMeterCollection()
         is_training = train_state.segment is not None  # `train_epoch` may call this method
         if not is_training:
-            train_state.update.meters = meters
+            train_state.meters = meters
         # Within an epoch of training, the loop has not prepared the evaluation.
         evaluating = train_state.evaluating if is_training else contextlib.nullcontext
         with train_state.timing.paused(), evaluating(), self._eval_mode():
@@ -189,23 +189,25 @@ class OperatorBase:
             "info": info and {k: v for k, v in info.items() if k not in _INFO_KEYS},
         }
 
-    def _measure(self, meters: AverageMeterCollection, metrics: Any) -> None:
+    def _measure(self, metrics: Any) -> None:
         """Add the metrics of a micro-batch. They count if its update counts."""
         update = self._train_state.update
         micro_batch = update.micro_batch
         weight = weight_of(self.train_batch, metrics, micro_batch.weight)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
-        meters.hold(metrics, weight, micro_batch.ends_step)
+        update.held_metrics.append((metrics, weight, micro_batch.ends_step))
         self._train_state.timing.num_samples += float(weight)
         if not update.is_open:  # the loop has its own batches
-            meters.apply_held()
+            self._train_state.count(update.release_metrics())
 
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
-        if self._train_state.update.should_commit():
+        update = self._train_state.update
+        if update.should_commit():
             self._train_state.segment.finish()
-        meters.apply_held()  # of a group that another call of ``train_epoch`` continues
+        # Of a group that another call of ``train_epoch`` continues.
+        self._train_state.count(update.release_metrics())
         return meters.summary()
 
     def _check_single(self) -> None:

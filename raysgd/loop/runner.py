@@ -195,7 +195,7 @@ class OperatorRunner(Runner, ABC):
             return progress.Progress()
         train_state, segment = self._train_state, self._train_state.segment
         running, features = segment or self._loop.evaluation.batches, train_state.features
-        meters = None if running is None else train_state.update.meters
+        meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
         source, snapshots = self._loop.source, self._loop.snapshots
         call, timing = self._loop.call_progress, train_state.timing.totals

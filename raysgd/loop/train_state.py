@@ -25,7 +25,8 @@ from raysgd.loop.feature import UPDATE_HOOKS, Replication, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
-from raysgd.loop.update import Update
+from raysgd.loop.update import MicroBatchMetrics, Update
+from raysgd.metrics import AverageMeterCollection
 
 
 @dataclass
@@ -66,6 +67,9 @@ class TrainState(ABC):
         self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
         # Committed steps when user code set the global step, and the value that it set.
         self.user_set_step: tuple[int, int] | None = None
+        self.meters: AverageMeterCollection | None = None
+        """Metrics of the ``train_epoch`` or ``validate`` in progress, which creates them. None in
+        other loops of user code."""
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.micro_batching = MicroBatching(settings, self.update)
         self.features: list[StepFeature] = []
@@ -148,9 +152,15 @@ class TrainState(ABC):
             for feature in self.features_with["commit"]:
                 feature.commit(update)
         finally:
+            metrics = update.release_metrics()
             update.reset()
-            if update.meters is not None:
-                update.meters.apply_held()
+            self.count(metrics)
+
+    def count(self, metrics: Sequence[MicroBatchMetrics]) -> None:
+        """Add metrics to the meters, if there are any."""
+        if self.meters is not None:
+            for each in metrics:
+                self.meters.update(*each)
 
     def end_epoch(self) -> None:
         self.position.epoch, self.position.offset = self.epoch + 1, 0

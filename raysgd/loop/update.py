@@ -27,17 +27,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
-from raysgd.metrics import AverageMeterCollection
 
 
 class WarmedUp(BaseException):
     """Raised when a warm-up has computed its gradients. User code must not catch it."""
 
 
+MicroBatchMetrics: TypeAlias = tuple[Mapping[str, Any], float, bool]
+"""Metrics, their weight, and whether the micro-batch ends a step."""
 _NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
 
 
@@ -81,9 +82,6 @@ class Update:
         """Whether workers add up gradients and counts of parts, and average neither. The commit
         gives each worker the metrics of all workers, and the update counts then."""
         self.is_warm_up = False  # the update ends before an optimizer updates
-        self.meters: AverageMeterCollection | None = None
-        """Metrics of the segment in progress, which ``train_epoch`` creates. They hold those of the
-        update until its commit."""
         self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.loss_weights = LossWeights(self)
         self.optimizer_steps = OptimizerSteps(self)
@@ -97,6 +95,7 @@ class Update:
         self.plan = _NO_PLAN
         self.split = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
+        self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
         self.index = -1  # of the current micro-batch; -1 unless the update is open
         self.micro_batch, self.in_last_micro_batch = _NO_BATCH, True
         self.loss_weights.reset()
@@ -145,6 +144,11 @@ class Update:
         """
         is_done = self.index >= 0 and not self.is_committing and self.in_last_micro_batch
         return is_done and (not raised or self.optimizer_steps.are_complete)
+
+    def release_metrics(self) -> list[MicroBatchMetrics]:
+        """Return the held metrics, which count now. A bad step counts without its metrics."""
+        held, self.held_metrics = self.held_metrics, []
+        return held if self.bad_step is None else [({}, 0, ends_step) for *_, ends_step in held]
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""

@@ -65,13 +65,15 @@ class TrainingOperator(OperatorBase):
             num_steps: Number of batches. None for a whole epoch.
             epoch_idx: Number of completed epochs.
         """
+        train_state = self._train_state
         if num_steps is None:
-            self._train_state.data.check_end()
-        meters = self._train_state.update.meters = AverageMeterCollection()
-        first = self._train_state.global_step - self._train_state.position.call_began_at
+            train_state.data.check_end()
+        meters = train_state.meters = AverageMeterCollection()
+        batch_idx = train_state.global_step - train_state.position.call_began_at
         for batch in allow_split(iterator):
-            batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx)
-            self._measure(meters, self.train_batch(batch, batch_info))
+            batch_info = self._batch_info(info, batch_idx, epoch_idx)
+            self._measure(self.train_batch(batch, batch_info))
+            batch_idx += train_state.update.micro_batch.ends_step
         return self._finish_epoch(meters)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -117,19 +117,20 @@ class TrainingOperator(OperatorBase):
         train_state.keeps_modes = False
         # An override may call this without the argument.
         epoch_idx = epoch_idx or train_state.epoch
-        meters = train_state.update.meters = AverageMeterCollection()
-        first = train_state.global_step - train_state.position.call_began_at
+        meters = train_state.meters = AverageMeterCollection()
+        batch_idx = train_state.global_step - train_state.position.call_began_at
         per_batch = self.scheduler_step_freq == "batch"
         for batch in allow_split(iterator):
-            batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx, iterator)
+            batch_info = self._batch_info(info, batch_idx, epoch_idx, iterator)
             try:
-                self._measure(meters, self.train_batch(batch, batch_info))
+                self._measure(self.train_batch(batch, batch_info))
             except BaseException:
                 if per_batch and train_state.update.should_commit(raised=True):
                     self.step_schedulers()  # the step counts as done
                 raise
-            if not batch_info["batch_idx"]:
+            if not batch_idx:
                 self._warn_of_masked_labels(batch)
+            batch_idx += train_state.update.micro_batch.ends_step
             if per_batch and train_state.update.in_last_micro_batch:
                 self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._loop_ends_epoch():

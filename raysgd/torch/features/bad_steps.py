@@ -110,8 +110,6 @@ class BadStepFilter(StepFeature):
         if update.bad_step is not None:
             self.bad_steps.append(update.bad_step)
             self._registered.buffer_copies.restore()
-            if update.meters is not None:
-                update.meters.discard_held()
         elif self._loss is not None:
             self._losses.append(self._loss)
 

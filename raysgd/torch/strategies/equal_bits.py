@@ -33,9 +33,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd._internal.nested import map_leaves
 from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
-from raysgd.loop.update import Update
+from raysgd.loop.update import MicroBatchMetrics, Update
+from raysgd.metrics import on_cpu
 from raysgd.torch import conflicts
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.orders import seed_all
@@ -168,8 +170,7 @@ class EqualBitsExchange(GroupExchange):
         self._end_part()
         if not self._stepped_before:
             self._reduce_flags(0, [])
-        if update.meters is not None:
-            update.meters.exchange_held(self._metrics.all_gather)
+        update.held_metrics[:] = self._metrics.all_gather(update.held_metrics)
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
@@ -398,12 +399,13 @@ class PartMetrics:
         self._registered = registered
         self._width = 64  # of a worker's message, in units of 4 bytes, until one is longer
 
-    def all_gather(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
+    def all_gather(self, updates: Sequence[MicroBatchMetrics]) -> list[MicroBatchMetrics]:
         """Return the metrics of all workers' parts."""
         partition: EpochPartition = self._registered.data.training_source.partition
         parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
-        rows = [row for message in self._gather(pickle.dumps(own)) for row in pickle.loads(message)]
+        messages = self._gather(pickle.dumps(map_leaves(own, on_cpu)))
+        rows = [row for message in messages for row in pickle.loads(message)]
         rows.sort(key=lambda row: row[0])
         last = (partition.layout.num_parts or 1) - 1
         return [(metrics, weight, part == last) for (_, part), metrics, weight in rows]

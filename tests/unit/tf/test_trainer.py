@@ -354,7 +354,7 @@ def test_validation_within_an_epoch_has_metrics_and_time_of_its_own():
         with pytest.raises(ValueError, match="after the validation"):
             trainer.train()
         operator = trainer.get_local_operator()
-        metrics = operator._train_state.update.meters.summary()
+        metrics = operator._train_state.meters.summary()
     assert operator.phase == step_timing._OUTSIDE
     assert metrics["num_samples"] == 96
     assert "val_loss" not in metrics

@@ -268,7 +268,7 @@ def test_on_a_gpu_the_default_loop_never_synchronizes(make_trainer, dtype):
     trainer = make_trainer(Fused, use_gpu=True, **arguments)
     trainer.train(num_steps=9)
     operator = trainer.get_local_operator()
-    meters = operator._train_state.update.meters = AverageMeterCollection()
+    meters = operator._train_state.meters = AverageMeterCollection()
     batches = [operator.to_device(batch) for batch in islice(operator.train_loader, 6)]
     torch.cuda.synchronize()
     with no_synchronization():
