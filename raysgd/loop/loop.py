@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -66,6 +67,7 @@ class Loop:
         self._rest: Iterator[Any] | None = None
         self.source = BatchSource(())  # of the newest call of ``train``
         self._rank_with_fewest: int | None = None
+        self._next_log_step: int | None = None  # step that ends a segment, so that it is logged
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
         self.evaluation = Evaluation(operator, control, self.call_progress)
@@ -80,12 +82,12 @@ class Loop:
         self._begin_call(request)
         self._add_due_point(request)
         while (limit := self._next_limit(request)) != 0:
-            if self.control.pauses_at(train_state.global_step):
-                pause = request.callback_pause
-                if pause is None or train_state.global_step < pause:
-                    raise PausedError
+            step, pause = train_state.global_step, request.callback_pause
+            if pause is not None and step >= pause:
                 return None
-            if train_state.global_step <= request.start_step:
+            if self.control.pauses_at(step):
+                raise PausedError
+            if step <= request.start_step:
                 self.call_progress.clear()
             self._train_segment(limit, request)
             self._add_due_point(request)
@@ -104,7 +106,6 @@ class Loop:
     def _begin_call(self, request: TrainRequest) -> None:
         train_state = self.train_state
         self.step_s = 0.0
-        self.control.callback_pause = request.callback_pause
         train_state.check_undamaged()
         for feature in train_state.features:
             feature.check_trained()
@@ -126,12 +127,12 @@ class Loop:
     def _add_due_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""
         start, step = request.start_step, self.train_state.global_step
-        self.control.next_log_step = None
+        self._next_log_step = None
         if (every := request.log_every) is not None:
             newest = max(self.call_progress.state.last_log_step, start)
             if step >= (newest // every + 1) * every:
                 self.call_progress.add_point()
-            self.control.next_log_step = (max(step, start) // every + 1) * every
+            self._next_log_step = (max(step, start) // every + 1) * every
 
     def _next_limit(self, request: TrainRequest) -> int | None:
         """Return the limit of the next segment: 0 at the goal, and None if its epoch ends it.
@@ -201,6 +202,7 @@ class Loop:
         if request.until_nan:
             after_commit.append(self._end_at_bad_loss)
         steps_left, agree_on_batch = self._agree_on_data()
+        pauses = [n for n in (request.callback_pause, self._next_log_step) if n is not None]
         segment = Segment(
             train_state,
             self.source,
@@ -210,6 +212,7 @@ class Loop:
             steps_left=steps_left,
             agree_on_batch=agree_on_batch,
             after_commit=after_commit,
+            pause_step=min(pauses, default=math.inf),
         )
         if segment.total_steps == 0 and segment.start_offset == 0:
             raise no_batch("train", self.source, self._rank_with_fewest)
@@ -251,7 +254,7 @@ class Loop:
             is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad:
             self.call_progress.state.ended_early = True
-            self.control.callback_pause = 0  # a past step, so that the segment ends now
+            self.train_state.segment.pause_step = 0  # a past step, so that the segment ends now
 
     def _end_failed_segment(self, segment: Segment) -> None:
         """Save the progress and the metrics of a segment that raised."""
@@ -293,7 +296,7 @@ class Loop:
         progress = self.call_progress
         if progress.state.call_number != call_number or not progress.own_segments:
             return None
-        if self.control.next_log_step is not None:
+        if self._next_log_step is not None:
             progress.add_point(is_leaving=True)
         return progress.result(is_leaving=True)
 

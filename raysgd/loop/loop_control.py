@@ -18,20 +18,15 @@ class LoopControl:
 
     def __init__(self) -> None:
         self.must_stop = False  # the call must raise before its next batch
-        # Numbers of committed steps at which the driver or a callback wants a pause.
-        self.driver_pause: int | None = None
-        self.callback_pause: int | None = None
-        self.next_log_step: int | None = None  # the same number for the next log: ends a segment
+        self.driver_pause: int | None = None  # number of committed steps at which to pause
         self._interrupted = False
         self._is_waiting = False
         self.failed_at = ""  # see `ProcessStatus.failed_at`
 
     def pauses_at(self, step: int) -> bool:
-        """Return whether a pause or a log is due after `step` committed steps."""
-        driver, callback, log = self.driver_pause, self.callback_pause, self.next_log_step
-        is_due = driver is not None and step >= driver  # another thread sets this one
-        is_due = is_due or (callback is not None and step >= callback)
-        return is_due or (log is not None and step >= log)
+        """Return whether the driver wants a pause after `step` committed steps."""
+        pause = self.driver_pause  # another thread sets it
+        return pause is not None and step >= pause
 
     def raise_if_stopped(self) -> None:
         """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +47,7 @@ class Segment:
     agree_on_batch: Callable[[int], int] | None = None
     after_commit: Sequence[Callable[[], None]] = ()
     num_opened: int | None = None  # steps to read of a new iteration; None for all
+    pause_step: float = math.inf  # number of committed steps at which to pause
 
     has_paused = False
     was_read = False
@@ -112,7 +114,8 @@ class Segment:
     def _decide_end(self) -> bool:
         if self._is_exhausted or self.num_steps == self.total_steps:
             return True
-        self.has_paused = self._control.pauses_at(self.start_step + self.num_steps)
+        step = self.start_step + self.num_steps
+        self.has_paused = step >= self.pause_step or self._control.pauses_at(step)
         return self.has_paused
 
     def _read_ahead(self) -> None:
