@@ -165,7 +165,7 @@ class Loop:
             batch = segment.batch if in_update else None
             self.control.failed_at = segment.describe_position()
             self._end_failed_segment(segment)
-            if split := train_state.micro_batching.split_after(error, batch):
+            if split := train_state.micro_batching.split_after(error, batch, segment.may_split):
                 raise RetrySplitError(split) from error
             raise
         self._rest = segment.rest

@@ -33,7 +33,6 @@ class MicroBatching(StepFeature):
     def __init__(self, settings: Settings, update: Update) -> None:
         self._settings, self._update = settings, update
         self.why_not_split: str | None = None  # why batches must not be split
-        self.may_split = False  # the loop of the segment in progress takes micro-batches
         self.split = 1  # micro-batches per batch; more than 1 after memory ran out
 
     def refuse_split(self, why: str, remedy: str = _ONCE) -> None:
@@ -56,11 +55,13 @@ class MicroBatching(StepFeature):
                 self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
-    def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
+    def split_batch(
+        self, batch: Any, micro_batch: MicroBatch, may_split: bool
+    ) -> Sequence[tuple[Any, MicroBatch]]:
         """Return the micro-batches of a batch. The default is one."""
         return [(batch, micro_batch)]
 
-    def split_after(self, error: BaseException, batch: Any) -> int:
+    def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
         """Return the number of micro-batches per batch after an error, or 0 to raise the error.
 
         Add advice to the error. `batch` is that of the update in progress, or None.

@@ -51,12 +51,12 @@ class Segment:
 
     has_paused = False
     was_read = False
+    may_split = False  # the loop takes parts of batches, by `allow_split`
     has_loader_failed = False  # the loader raised an error, so its iterator cannot continue
     _is_exhausted = False  # some rank has no more batches in the epoch
 
     def __post_init__(self) -> None:
         train_state = self._train_state
-        train_state.micro_batching.may_split = False  # until `allow_split`
         limits = [n for n in (self.limit, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
         self.start_step, self.start_offset = train_state.global_step, train_state.offset
@@ -64,6 +64,8 @@ class Segment:
         self._started = time.perf_counter()
         self._update = train_state.update
         self.batch: Any = None
+        # Batches of the update, to train them again. None: the source can read the batch again.
+        self._drawn: list[Any] = []
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
         self._ahead: Any = _NOTHING  # a batch of the loader that no update has
 
@@ -88,8 +90,8 @@ class Segment:
         try:
             self._train_state.commit(num_steps, offset)
         finally:
-            if not self._update.drawn:
-                self.batch = None
+            if not self._update.is_open:
+                self.batch, self._drawn = None, []
                 self.num_steps += num_steps
         if not raised:
             for function in self.after_commit:
@@ -98,17 +100,17 @@ class Segment:
     def _draw_batch(self) -> None:
         """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
         can_read = self._ahead is _NOTHING and not self.has_loader_failed
-        if can_read and (self._update.drawn or not self._decide_end()):
+        if can_read and (self._drawn or not self._decide_end()):
             self._read_ahead()
         if self._ahead is _NOTHING:
             raise StopIteration
         batch, self._ahead = self._ahead, _NOTHING
         # A partitioned source can read the batch again by its offset.
-        self._update.drawn.append(None if self.source.is_partitioned else batch)
+        self._drawn.append(None if self.source.is_partitioned else batch)
         micro_batch = self._plan_batch()
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
-        self._micro_batches.extend(split_batch(batch, micro_batch))
+        self._micro_batches.extend(split_batch(batch, micro_batch, self.may_split))
         self._update.split = max(self._update.split, len(self._micro_batches))
 
     def _decide_end(self) -> bool:
@@ -139,8 +141,7 @@ class Segment:
     def _batches(self) -> Iterator[Any]:
         """The iteration over the source. It opens when `allow_split` can no longer be called."""
         train_state = self._train_state
-        may_split = train_state.micro_batching.may_split
-        if self.source.change_partition(may_split=may_split) or self.rest is None:
+        if self.source.change_partition(may_split=self.may_split) or self.rest is None:
             self.rest = self.source.batches(train_state.epoch, train_state.offset, self.num_opened)
         return self.rest
 
@@ -148,7 +149,7 @@ class Segment:
         train_state = self._train_state
         if self.steps_left is None or train_state.context.world_size == 1:
             return
-        taken = self.num_steps + len(self._update.drawn)
+        taken = self.num_steps + len(self._drawn)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
             f"of {self.steps_left} batches, and other workers would wait for more. Correct or "
@@ -157,7 +158,7 @@ class Segment:
 
     def _plan_batch(self) -> MicroBatch:
         """Return the plan of the newest batch. The first batch plans the whole update."""
-        index = len(self._update.drawn) - 1
+        index = len(self._drawn) - 1
         if index == 0:
             num_steps = self._train_state.accumulation_steps
             if self.total_steps is not None and self.num_steps + num_steps > self.total_steps:
@@ -171,7 +172,7 @@ class Segment:
     def _next_micro_batch(self) -> Any:
         rows, micro_batch = self._micro_batches.popleft()
         num_batches = len(self._update.plan.micro_batches)
-        batch_is_last = self._is_exhausted or len(self._update.drawn) == num_batches
+        batch_is_last = self._is_exhausted or len(self._drawn) == num_batches
         is_last = batch_is_last and not self._micro_batches
         self._train_state.begin_micro_batch(micro_batch, is_last)
         self._train_state.timing.begin(self._train_state.timing.batch_phase)
@@ -202,7 +203,7 @@ class Segment:
         """Undo the update in progress, unless it counts. Return the batches to train again."""
         with contextlib.suppress(Exception):  # the error of the loop is raised
             self._commit_if_done(raised=True)
-        again = [each for each in (*self._update.drawn, self._ahead) if each is not _NOTHING]
+        again = [each for each in (*self._drawn, self._ahead) if each is not _NOTHING]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
@@ -250,6 +251,5 @@ class Segment:
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:
     """Allow the iterator of a segment to split large batches."""
     if isinstance(iterator, Segment) and not iterator.was_read:
-        micro_batching = iterator._train_state.micro_batching
-        micro_batching.may_split = micro_batching.why_not_split is None
+        iterator.may_split = iterator._train_state.micro_batching.why_not_split is None
     return iterator

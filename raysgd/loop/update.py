@@ -90,8 +90,6 @@ class Update:
     def reset(self) -> None:
         """Forget the update, so that the next one can begin."""
         self.is_committing = False  # features may refuse the update, or have refused it
-        # Batches of the loader, to train them again. None: the source can read the batch again.
-        self.drawn: list[Any] = []
         self.plan = _NO_PLAN
         self.split = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied

@@ -46,11 +46,13 @@ class TorchMicroBatching(MicroBatching):
         """Minimum number of samples. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
-    def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
+    def split_batch(
+        self, batch: Any, micro_batch: MicroBatch, may_split: bool
+    ) -> Sequence[tuple[Any, MicroBatch]]:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         unsplit = [(in_own_containers(batch), micro_batch)]
         self._num_samples = micro_batch.num_samples or 0
-        if self.split == 1 or not (self.may_split and self._settings.options.split_on_oom):
+        if self.split == 1 or not (may_split and self._settings.options.split_on_oom):
             return unsplit
         rows = num_rows(batch, self._num_samples)
         num_filled = max(1, min(self.split, rows // self._min_micro_batch_size))
@@ -67,7 +69,7 @@ class TorchMicroBatching(MicroBatching):
     def is_tolerable(self, error: BaseException) -> bool:
         return self._settings.options.split_on_oom and ran_out_of_memory(error)
 
-    def split_after(self, error: BaseException, batch: Any) -> int:
+    def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
         if "Dynamo" in type(error).__name__ and "raysgd.comm" in str(error):
             error.add_note(
                 "torch.compile cannot compile the communication of a registered model. Compile the "
@@ -86,7 +88,7 @@ class TorchMicroBatching(MicroBatching):
             why_not = why_not or "the batch cannot be split"
         if rows // self._min_micro_batch_size <= self.split:
             why_not = why_not or "smaller parts would have too few samples"
-        if not self.may_split:
+        if not may_split:
             why_not = why_not or "train_epoch is not the default one"
         if self._update.is_damaged:
             why_not = why_not or "memory ran out within the step of an optimizer"
