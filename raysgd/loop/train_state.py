@@ -47,6 +47,7 @@ class TrainState(ABC):
 
     data: DataSources
     collectives: Collectives
+    micro_batching: MicroBatching
     # What the loop reads of the registered objects.
     given_models: list[Any]
     """The models that the user registered as models, without criteria."""
@@ -71,11 +72,9 @@ class TrainState(ABC):
         """Metrics of the ``train_epoch`` or ``validate`` in progress, which creates them. None in
         other loops of user code."""
         self.update = Update(settings.options.layout.has_fixed_parts)
-        self.micro_batching = MicroBatching(settings, self.update)
         self.features: list[StepFeature] = []
-        self.features_with: dict[str, list[StepFeature]] = {}
+        self.features_with: dict[str, list[StepFeature]] = {hook: [] for hook in UPDATE_HOOKS}
         """The features that override a hook of an update, by the name of the hook."""
-        self.set_features([self.micro_batching])
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
 

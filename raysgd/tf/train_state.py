@@ -15,6 +15,7 @@ from keras.src.random.seed_generator import global_seed_generator
 
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving, try_copy
+from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import RandomGenerators, StateAccess, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives
@@ -46,6 +47,7 @@ class KerasTrainState(TrainState):
         self.optimizers = []
         self.data = KerasSources(settings, self.position.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
+        self.micro_batching = MicroBatching(settings, self.update)
         self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.taken: Callable[[], list[Any]] = list  # what `register` has taken from compile()

@@ -42,7 +42,6 @@ class TorchTrainState(TrainState):
             self.timing = StepTiming(partial(torch.cuda.Event, enable_timing=True))
         self.registered = RegisteredObjects(settings, self.data, self)
         self.micro_batching = self.registered.micro_batching
-        self.set_features([self.micro_batching])  # `register` sets all features
 
     def set_mode(self, training: bool) -> None:
         """Set train or eval mode. In training, frozen models keep their mode from `register`."""
