@@ -99,6 +99,7 @@ class BatchSource:
         self._has_length = has_length and length_of(loader) is not None
         self._unfinished: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
         self._iteration: Any = None  # the newest iterator over the loader
+        self.rest: Iterator[Any] | None = None  # of the newest iteration, for the next segment
 
     def __len__(self) -> int:
         """Return this worker's batches per epoch."""

@@ -63,8 +63,6 @@ class Loop:
         self.state_access = state_access
         self.control = control
         self.train_state = operator._train_state
-        # The rest of the iteration over the training data, for the next segment.
-        self._rest: Iterator[Any] | None = None
         self.source = BatchSource(())  # of the newest call of ``train``
         self._rank_with_fewest: int | None = None
         self._next_log_step: int | None = None  # step that ends a segment, so that it is logged
@@ -168,7 +166,6 @@ class Loop:
             if split := train_state.micro_batching.split_after(error, batch, segment.may_split):
                 raise RetrySplitError(split) from error
             raise
-        self._rest = segment.rest
         metrics = as_metrics(operator.train_epoch, result)
         if segment.num_steps or not segment.was_read:
             num_steps = max(1, segment.num_steps)
@@ -181,7 +178,7 @@ class Loop:
         self.call_progress.state.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
-            self._rest = None
+            segment.source.rest = None
             train_state.end_epoch()
 
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
@@ -207,7 +204,6 @@ class Loop:
             train_state,
             self.source,
             self.control,
-            self._rest,
             limit=limit,
             steps_left=steps_left,
             agree_on_batch=agree_on_batch,
@@ -234,7 +230,7 @@ class Loop:
                 agree_on_batch = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
             agree_on_batch = partial(check_same_samples, source, train_state.collectives)
-        if self._rest is None:
+        if source.rest is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         return steps_left, agree_on_batch
 
@@ -258,12 +254,13 @@ class Loop:
 
     def _end_failed_segment(self, segment: Segment) -> None:
         """Save the progress and the metrics of a segment that raised."""
-        again = segment.end_after_error()
-        self._rest = None  # the next iteration starts at the offset
+        again, source = segment.end_after_error(), segment.source
         if segment.has_loader_failed:
-            segment.source.close_workers()
-        elif not segment.source.is_partitioned:
-            self._rest = itertools.chain(again, segment.rest or ())
+            source.close_workers()
+        if segment.has_loader_failed or source.is_partitioned:
+            source.rest = None  # the next iteration starts at the offset
+        else:
+            source.rest = itertools.chain(again, source.rest or ())
         if self.train_state.meters is not None:
             self.call_progress.add(segment.start_step, self.train_state.meters.summary())
         self.train_state.end_segment()
@@ -309,15 +306,18 @@ class Loop:
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
         source.repartition(settings.options.num_workers, 0, config_batch_size)
-        with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
-            train_state.update.is_warm_up = True
-            segment = train_state.segment = Segment(
-                train_state, source, self.control, limit=1, steps_left=1, num_opened=1
-            )
-            bind_epoch(self.operator, segment, {}, train_state.epoch)()
-        source.close_workers()
+        try:
+            with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
+                train_state.update.is_warm_up = True
+                segment = train_state.segment = Segment(
+                    train_state, source, self.control, limit=1, steps_left=1, num_opened=1
+                )
+                bind_epoch(self.operator, segment, {}, train_state.epoch)()
+        finally:
+            source.close_workers()
+            source.rest = None
         source.repartition(context.world_size, context.world_rank, config_batch_size)
 
     def restart_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
-        self.train_state.segment = self._rest = None
+        self.train_state.segment = self.source.rest = None

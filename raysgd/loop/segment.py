@@ -33,7 +33,7 @@ class Segment:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source if memory ran out.
 
-    It reads the `rest` of an iteration over the source, or else begins one. `agree_on_batch`
+    It reads the `rest` of the source, or else begins an iteration over it. `agree_on_batch`
     returns 0 if any rank has no batch, and may compare the samples of ranks. The functions
     `after_commit` run after each commit, unless the loop has raised.
     """
@@ -41,7 +41,6 @@ class Segment:
     _train_state: TrainState
     source: BatchSource
     _control: LoopControl
-    rest: Iterator[Any] | None = None
     limit: int | None = None  # of the segment
     steps_left: int | None = None  # of the epoch; None if unknown
     agree_on_batch: Callable[[int], int] | None = None
@@ -140,10 +139,10 @@ class Segment:
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
         """The iteration over the source. It opens when `allow_split` can no longer be called."""
-        train_state = self._train_state
-        if self.source.change_partition(may_split=self.may_split) or self.rest is None:
-            self.rest = self.source.batches(train_state.epoch, train_state.offset, self.num_opened)
-        return self.rest
+        train_state, source = self._train_state, self.source
+        if source.change_partition(may_split=self.may_split) or source.rest is None:
+            source.rest = source.batches(train_state.epoch, train_state.offset, self.num_opened)
+        return source.rest
 
     def _check_length(self) -> None:
         train_state = self._train_state

@@ -40,11 +40,9 @@ def make_steps(
     if steps_left == "all":
         batches = list(batches)
         steps_left = len(batches)
-    source, iterator = BatchSource(batches), iter(batches)
-    source.is_partitioned = is_partitioned
-    return train_state, Segment(
-        train_state, source, LoopControl(), iterator, limit, steps_left, agree
-    )
+    source = BatchSource(batches)
+    source.rest, source.is_partitioned = iter(batches), is_partitioned
+    return train_state, Segment(train_state, source, LoopControl(), limit, steps_left, agree)
 
 
 def reading(size, fetched):
@@ -180,7 +178,7 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
         for _ in steps:
             pass
     again = steps.end_after_error()
-    assert [*again, *steps.rest] == list(range(train_state.offset, count))
+    assert [*again, *steps.source.rest] == list(range(train_state.offset, count))
 
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
@@ -217,7 +215,7 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
         batch = next(steps)
     assert batch == "abcde"[at]
     reached = at // size * size
-    assert [*steps.end_after_error(), *steps.rest] == list("abcde"[reached:])
+    assert [*steps.end_after_error(), *steps.source.rest] == list("abcde"[reached:])
     assert train_state.global_step == train_state.offset == steps.num_steps == reached
     assert train_state.update.index == -1
 
