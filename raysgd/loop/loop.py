@@ -259,8 +259,8 @@ class Loop:
             source.close_workers()
         if segment.has_loader_failed or source.is_partitioned:
             source.rest = None  # the next iteration starts at the offset
-        else:
-            source.rest = itertools.chain(again, source.rest or ())
+        elif source.rest is not None:
+            source.rest = itertools.chain(again, source.rest)
         if self.train_state.meters is not None:
             self.call_progress.add(segment.start_step, self.train_state.meters.summary())
         self.train_state.end_segment()
