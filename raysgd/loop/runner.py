@@ -403,6 +403,7 @@ class OperatorRunner(Runner, ABC):
                 train_state.update.is_damaged = True
                 incoming.receive()
             state_access.load(state)
+        train_state.update.is_damaged = False
         self._hosted_loop.restart_iteration()
         self._hosted_loop.call_progress.state.last_validation = None
         self._hosted_loop.snapshots.clear()

@@ -164,7 +164,6 @@ class OptimizerSteps:
         self.optimizers: Sequence[Any] = ()
         self.usual_counts: dict[int, int] = {}
         """Most steps of an update that counted, by the ID of the optimizer."""
-        self.have_begun = False  # some step of an optimizer, or of one that it wraps
         self.reset()
 
     def reset(self) -> None:
@@ -176,10 +175,13 @@ class OptimizerSteps:
         """Number of steps by the ID of each optimizer that has stepped."""
         self.are_skipped = False  # all of them, for lack of items
 
+    def begin(self, optimizer: Any) -> None:
+        """Begin a step of an optimizer, which may change the state from now on."""
+        self.running_optimizer = optimizer
+
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
         weights, self.running_optimizer = self._update.loss_weights, None
-        self.have_begun = True
         self.are_skipped = not weights.divisor and (self.are_skipped or not self.counts)
         weights.awaits_count = weights.awaits_count or not weights.num_earlier
         if self._update.index >= 0:

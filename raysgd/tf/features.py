@@ -131,7 +131,7 @@ class KerasOptimization(StepFeature):
         if len(self._train_state.optimizers) > 1:
             for variable in [*changed, *optimizer.variables]:
                 self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
-        update.optimizer_steps.running_optimizer = optimizer
+        update.optimizer_steps.begin(optimizer)
         self._train_state.graphs.apply(optimizer, means, changed)
         update.optimizer_steps.end(optimizer)
 

@@ -157,7 +157,6 @@ class KerasStateAccess(StateAccess):
                 set_trainable(model, values)
         for optimizer, arrays in zip(train_state.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
-        train_state.update.is_damaged = False
 
 
 def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:

@@ -172,7 +172,7 @@ class Optimization(StepFeature):
                 exchange.average(optimizer)
                 if not update.loss_weights.divisor:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
-        update.optimizer_steps.running_optimizer = optimizer
+        update.optimizer_steps.begin(optimizer)
         if closure is None:
             return args, kwargs
 
@@ -188,12 +188,13 @@ class Optimization(StepFeature):
 
     def _step_post_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._registered.optimizers:
+            self.checks.has_stepped = True
             self._update.optimizer_steps.end(optimizer)
             if not self._update.optimizer_steps.in_optimizer_step:
                 self._registered.timing.begin(OTHER)
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._update.optimizer_steps.have_begun = True
+        self.checks.has_stepped = True
         self._registered.exchange.average(optimizer)
 
     # ---- the end of an update

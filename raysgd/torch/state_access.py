@@ -250,7 +250,6 @@ class TorchStateAccess(StateAccess):
             ddp.require_gradients(model, {**first, **now})
         for feature in self._registered.features:
             feature.load_state_dict(state)
-        self._registered.update.is_damaged = False
 
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""

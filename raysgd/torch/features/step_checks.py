@@ -34,6 +34,7 @@ class StepChecks(StepFeature):
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them
         self._collective = ""  # that train_batch calls
+        self.has_stepped = False  # an optimizer, or one that it wraps
         if registered.context.distributed:
             collectives.watch_user_code(self._refuse_collective)
 
@@ -74,7 +75,7 @@ class StepChecks(StepFeature):
             )
 
     def end_call(self) -> None:
-        if self._registered.position.global_step and not self._update.optimizer_steps.have_begun:
+        if self._registered.position.global_step and not self.has_stepped:
             self._registered.warn_once(
                 "no step",
                 "No registered optimizer has made a step, so nothing is trained. Call self."

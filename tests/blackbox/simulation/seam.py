@@ -535,7 +535,7 @@ class SimMember(WorkerHandle):
         update.optimizer_steps.optimizers = [self]
         update.begin_micro_batch(MicroBatch())
         if failure is None or failure > 1:
-            update.optimizer_steps.running_optimizer = self
+            update.optimizer_steps.begin(self)
             self.weights[0] += 1
         if failure is None or failure > 2:
             self.weights[1] += 1

@@ -66,7 +66,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         for optimizer in train_state.registered.optimizers:
             optimizer.step()
         if fails_in_another:
-            train_state.update.optimizer_steps.running_optimizer = optimizer
+            train_state.update.optimizer_steps.begin(optimizer)
         assert steps.end_after_error() == again
 
 
