@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.options import Settings
 from raysgd.loop.update import Update
 
+BatchParts: TypeAlias = Sequence[tuple[Any, MicroBatch]]
 _ONCE = (
     "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
     "batch, after all losses of the batch."
@@ -55,9 +56,7 @@ class MicroBatching(StepFeature):
                 self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
-    def split_batch(
-        self, batch: Any, micro_batch: MicroBatch, may_split: bool
-    ) -> Sequence[tuple[Any, MicroBatch]]:
+    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> BatchParts:
         """Return the micro-batches of a batch. The default is one."""
         return [(batch, micro_batch)]
 

@@ -143,7 +143,7 @@ class KerasOptimization(StepFeature):
         for variable, value in self._before.values():
             variable.assign(value)
         if update.optimizer_steps.running_optimizer is not None and not self._before:
-            update.is_damaged = True
+            update.mark_damaged()
         self.commit(update)
 
     @contextlib.contextmanager

@@ -237,7 +237,7 @@ class ReplicaGuard(StepFeature):
             self._problem = message
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
-                registered.update.is_damaged = True
+                registered.update.mark_damaged()
             # Wait until all know it, because the driver interrupts the others if one raises.
             registered.collectives.barrier()
             raise ReplicasDifferError(message, ranks=minority)
