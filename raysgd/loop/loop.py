@@ -83,7 +83,7 @@ class Loop:
             step, pause = train_state.global_step, request.callback_pause
             if pause is not None and step >= pause:
                 return None
-            if self.control.pauses_at(step):
+            if step >= self.control.driver_pause:
                 raise PausedError
             if step <= request.start_step:
                 self.call_progress.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,15 +19,10 @@ class LoopControl:
 
     def __init__(self) -> None:
         self.must_stop = False  # the call must raise before its next batch
-        self.driver_pause: int | None = None  # number of committed steps at which to pause
+        self.driver_pause = math.inf  # number of committed steps at which to pause
         self._interrupted = False
         self._is_waiting = False
         self.failed_at = ""  # see `ProcessStatus.failed_at`
-
-    def pauses_at(self, step: int) -> bool:
-        """Return whether the driver wants a pause after `step` committed steps."""
-        pause = self.driver_pause  # another thread sets it
-        return pause is not None and step >= pause
 
     def raise_if_stopped(self) -> None:
         """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -240,7 +241,7 @@ class OperatorRunner(Runner, ABC):
         self.control.must_stop = requested
 
     def pause_at(self, step: int | None) -> int:
-        self.control.driver_pause = step
+        self.control.driver_pause = math.inf if step is None else step
         return 0 if self._loop is None else self._train_state.global_step
 
     def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:

@@ -115,8 +115,8 @@ class Segment:
     def _decide_end(self) -> bool:
         if self._is_exhausted or self.num_steps == self.total_steps:
             return True
-        step = self.start_step + self.num_steps
-        self.has_paused = step >= self.pause_step or self._control.pauses_at(step)
+        pause_step = min(self.pause_step, self._control.driver_pause)
+        self.has_paused = self.start_step + self.num_steps >= pause_step
         return self.has_paused
 
     def _read_ahead(self) -> None:

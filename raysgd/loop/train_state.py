@@ -69,8 +69,7 @@ class TrainState(ABC):
         # Committed steps when user code set the global step, and the value that it set.
         self.user_set_step: tuple[int, int] | None = None
         self.meters: AverageMeterCollection | None = None
-        """Metrics of the ``train_epoch`` or ``validate`` in progress, which creates them. None in
-        other loops of user code."""
+        """Metrics of the epoch or the validation in progress. None in loops of user code."""
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.features: list[StepFeature] = []
         self.features_with: dict[str, list[StepFeature]] = {hook: [] for hook in UPDATE_HOOKS}

@@ -653,7 +653,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
     assert operator.global_step == pause
-    loop.control.driver_pause = None
+    loop.control.driver_pause = math.inf
     result = train(loop, until_epoch=2)
     assert operator.trained == its_operator.trained
     assert operator.global_step == 10
@@ -717,7 +717,7 @@ def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pa
         train(loop, **goal)
     assert told == [3]
     assert operator.global_step <= goal.get("until_step", 5)
-    loop.control.driver_pause = None
+    loop.control.driver_pause = math.inf
     train(loop, **goal)
     assert operator.trained == EPOCH[: len(operator.trained)]
     assert operator.global_step == goal.get("until_step", 5)
@@ -733,7 +733,7 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
         if when == "before" and operator.global_step == 1:
             loop.control.driver_pause = 3
         if when == "before" and operator.global_step == 2:
-            loop.control.driver_pause = None
+            loop.control.driver_pause = math.inf
 
     operator.fail = ask_and_take_back
     train(loop, **goal)
@@ -749,7 +749,7 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     operator.fail = pausing(loop, 6, at=4)
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)
-    loop.control.driver_pause = None
+    loop.control.driver_pause = math.inf
     with failure(operator, 8):
         train(loop, 1, until_step=12, start_step=3)
     train(loop, 1, until_step=12, start_step=3)
@@ -773,7 +773,7 @@ def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):
     loop.control.driver_pause = 2
     with pytest.raises(PausedError):
         train(loop, until_epoch=1)
-    loop.control.driver_pause = None
+    loop.control.driver_pause = math.inf
     train(loop, until_epoch=1)
     train(loop, 1, until_step=6, start_step=5)
     assert operator.infos == [True, True, False, True, True, True]
