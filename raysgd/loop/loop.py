@@ -20,7 +20,6 @@ error until a checkpoint is loaded.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -254,13 +253,7 @@ class Loop:
 
     def _end_failed_segment(self, segment: Segment) -> None:
         """Save the progress and the metrics of a segment that raised."""
-        again, source = segment.end_after_error(), segment.source
-        if segment.has_loader_failed:
-            source.close_workers()
-        if segment.has_loader_failed or source.is_partitioned:
-            source.rest = None  # the next iteration starts at the offset
-        elif source.rest is not None:
-            source.rest = itertools.chain(again, source.rest)
+        segment.end_after_error()
         if self.train_state.meters is not None:
             self.call_progress.add(segment.start_step, self.train_state.meters.summary())
         self.train_state.end_segment()

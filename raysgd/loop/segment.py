@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections import deque
@@ -198,15 +199,20 @@ class Segment:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
                 train_state.settings.warn_once("length", text, self.source.describe())
 
-    def end_after_error(self) -> list[Any]:
-        """Undo the update in progress, unless it counts. Return the batches to train again."""
+    def end_after_error(self) -> None:
+        """Undo the update in progress, unless it counts. The source gives its batches again."""
         with contextlib.suppress(Exception):  # the error of the loop is raised
             self._commit_if_done(raised=True)
         again = [each for each in (*self._drawn, self._ahead) if each is not _NOTHING]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
-        return again
+        if self.has_loader_failed:
+            self.source.close_workers()
+        if self.has_loader_failed or self.source.is_partitioned:
+            self.source.rest = None  # the next iteration starts at the offset
+        elif self.source.rest is not None:
+            self.source.rest = itertools.chain(again, self.source.rest)
 
     @property
     def epoch_is_over(self) -> bool:

@@ -516,16 +516,6 @@ def test_after_an_error_training_goes_on_with_the_batch_that_failed(
         assert torch.equal(mine, its)
 
 
-def test_an_error_before_the_first_batch_loses_no_batch(start):
-    trainer, operator = start(Streaming, add_dist_sampler=False)
-    operator.train_epoch = lambda iterator: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    del operator.train_epoch
-    trainer.train()
-    assert operator.trained == EPOCH
-
-
 def test_an_error_of_the_loader_reaches_the_caller_and_training_goes_on(start):
     broken = [True]
 

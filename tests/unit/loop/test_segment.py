@@ -45,6 +45,11 @@ def make_steps(
     return train_state, Segment(train_state, source, LoopControl(), limit, steps_left, agree)
 
 
+def rest_after_error(steps):
+    steps.end_after_error()
+    return list(steps.source.rest)
+
+
 def reading(size, fetched):
     """Yield batches, and add each to `fetched` when it is read."""
     for index in range(size):
@@ -58,16 +63,16 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
     for _ in range(2):
         train_state.registered.optimizers[0].step()
     assert [*train_state.update.optimizer_steps.counts.values()] == [2]
-    assert steps.end_after_error() == ["a"]
+    assert rest_after_error(steps) == ["a", "b"]
     assert train_state.global_step == 0
-    for fails_in_another, again in ((False, []), (True, ["a"])):
+    for fails_in_another, rest in ((False, ["b"]), (True, ["a", "b"])):
         train_state, steps = make_steps("ab", num_optimizers=2)
         next(steps)
         for optimizer in train_state.registered.optimizers:
             optimizer.step()
         if fails_in_another:
             train_state.update.optimizer_steps.begin(optimizer)
-        assert steps.end_after_error() == again
+        assert rest_after_error(steps) == rest
 
 
 def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
@@ -76,7 +81,7 @@ def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
     steps._control.must_stop = True
     with pytest.raises(StepInterruptedError):
         next(steps)
-    assert steps.end_after_error() == []
+    assert rest_after_error(steps) == [1, 2, 3, 4]
     assert train_state.global_step == 1
 
 
@@ -175,10 +180,8 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
 
     train_state, steps = make_steps(range(count), steps_left=None, agree=agree, size=size)
     with contextlib.suppress(ConnectionError):
-        for _ in steps:
-            pass
-    again = steps.end_after_error()
-    assert [*again, *steps.source.rest] == list(range(train_state.offset, count))
+        list(steps)
+    assert rest_after_error(steps) == list(range(train_state.offset, count))
 
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
@@ -215,9 +218,16 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
         batch = next(steps)
     assert batch == "abcde"[at]
     reached = at // size * size
-    assert [*steps.end_after_error(), *steps.source.rest] == list("abcde"[reached:])
+    assert rest_after_error(steps) == list("abcde"[reached:])
     assert train_state.global_step == train_state.offset == steps.num_steps == reached
     assert train_state.update.index == -1
+
+
+def test_after_an_error_before_the_first_batch_an_iteration_can_begin():
+    train_state, steps = make_steps("ab")
+    steps.source.rest = None
+    steps.end_after_error()
+    assert list(Segment(train_state, steps.source, LoopControl())) == ["a", "b"]
 
 
 def optimize(train_state, loss, count):
@@ -244,7 +254,7 @@ def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises
     for _ in range(size):
         next(steps)
         optimize(train_state, train_state.registered.models[0].weight.sum(), 1)
-    assert steps.end_after_error() == []
+    assert rest_after_error(steps) == list("abcde"[size:])
     assert (train_state.global_step, train_state.offset) == (size, size)
     assert train_state.registered.models[0].weight.grad is None
 
@@ -258,7 +268,7 @@ def test_a_loop_that_stops_within_a_group_is_an_error_and_leaves_no_gradient():
             break
     with pytest.raises(RuntimeError, match="within an accumulation group"):
         steps.finish()
-    assert [int(batch[0]) for batch in steps.end_after_error()] == [3, 4]
+    assert [int(batch[0]) for batch in rest_after_error(steps)] == [3, 4]
     assert (train_state.global_step, train_state.offset) == (3, 3)
     assert train_state.registered.models[0].weight.grad is None
     assert train_state.registered.models[0].num_batches_tracked == 3
