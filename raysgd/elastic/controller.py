@@ -79,7 +79,7 @@ class Controller:
         self._context = context = DriverContext(
             group, backend, elastic, self.policy, arguments, timeout_s, self._check_open
         )
-        self.journal, self.events = context.journal, context.journal.events
+        self.status, self.events = context.status, context.status.events
         self.snapshots, self.speed = context.snapshots, context.speed
         self._scale_up = context.scale_up
         self.forming = GroupForming(context)
@@ -126,7 +126,7 @@ class Controller:
                 has_reached = self._supervision.attempt is not None
                 self._react(state_machine.Aborted(reached_workers=has_reached))
                 if has_reached and isinstance(error, KeyboardInterrupt):
-                    self.journal.interruption = "interrupted by Ctrl-C"
+                    self.status.interruption = "interrupted by Ctrl-C"
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
                 raise RuntimeError(_SHUT_DOWN) from error
             release_callers(error)
@@ -166,7 +166,7 @@ class Controller:
             event = following
 
     def _execute(self, action: state_machine.Action) -> GroupEvent | None:
-        context, forming, journal = self._context, self.forming, self.journal
+        context, forming, status = self._context, self.forming, self.status
         match action:
             case Do.SURVEY:
                 return self._survey()
@@ -175,21 +175,21 @@ class Controller:
             case Do.REJOIN:
                 return forming.rejoin()
             case Do.RESTART:
-                self._awaits_load, before = context.call.replaces_state, journal.progress
+                self._awaits_load, before = context.call.replaces_state, status.progress
                 try:
                     return forming.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
-                    journal.progress = before
+                    status.progress = before
                     raise
             case Do.RESCUE_STATE:
-                journal.progress = self.snapshots.rescue(context.commands) or journal.progress
+                status.progress = self.snapshots.rescue(context.commands) or status.progress
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
                 assert self._supervision.attempt is not None
                 context.commands.interrupt(self._supervision.attempt)
                 if reached := context.commands.ask_progress().values():
-                    journal.progress = newest_progress(reached)
+                    status.progress = newest_progress(reached)
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):
@@ -204,9 +204,9 @@ class Controller:
                 if lost:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
-                    known = journal.progress, self._supervision.progress_before
-                    journal.progress = newest_progress(known)
-                raise journal.failure(context.call, why, *next(iter(lost.items()), ()))
+                    known = status.progress, self._supervision.progress_before
+                    status.progress = newest_progress(known)
+                raise status.failure(context.call, why, *next(iter(lost.items()), ()))
         return None
 
     # ---- calls
@@ -224,7 +224,7 @@ class Controller:
         )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
-        before, end = self.journal.progress, None
+        before, end = self.status.progress, None
         try:
             self._supervision.begin(call)
             with self._aborting_on_error():
@@ -241,7 +241,7 @@ class Controller:
             try:
                 self._supervision.begin(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
-                    self._awaits_load, self.journal.progress = False, before
+                    self._awaits_load, self.status.progress = False, before
                     self._context.discard_members()
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()
@@ -265,7 +265,7 @@ class Controller:
         if self.policy.keeps_snapshots or self._context.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
-        return bool(step == self.journal.reached.global_step)
+        return bool(step == self.status.reached.global_step)
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.
@@ -281,8 +281,8 @@ class Controller:
     def _remove_lost(self, lost: state_machine.LostWorkers) -> None:
         call = self._context.call
         for member, error in lost.items():
-            rank, cause = self.journal.ranks.get(member, -1), cause_of(member, error)
-            self.journal.record("lost", [member], cause=cause)
+            rank, cause = self.status.ranks.get(member, -1), cause_of(member, error)
+            self.status.record("lost", [member], cause=cause)
             call.causes.append(f"worker {rank} on {member.name}: {cause}")
             self._scale_up.expect_replacement(member)
             self._group.discard(member)

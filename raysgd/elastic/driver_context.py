@@ -12,7 +12,7 @@ from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic.call import Call
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.journal import Journal
+from raysgd.elastic.group_status import GroupStatus
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import ScaleUp
@@ -36,12 +36,12 @@ class DriverContext:
     ) -> None:
         self.group, self.backend, self.elastic = group, backend, elastic
         self.policy, self.timeout_s, self.check_open = policy, timeout_s, check_open
-        self.journal = journal = Journal(group, policy.survivors_stay)
-        self.commands = Commands(group, journal, check_open, timeout_s)
+        self.status = status = GroupStatus(group, policy.survivors_stay)
+        self.commands = Commands(group, status, check_open, timeout_s)
         self.snapshots = SnapshotKeeper(group)
-        self.preemption = PreemptionWatch(group, journal, policy.supports_live_join)
-        self.scale_up = ScaleUp(group, elastic, journal, policy, create_arguments, timeout_s)
-        self.share_balancer = ShareBalancer(group, elastic, journal)
+        self.preemption = PreemptionWatch(group, status, policy.supports_live_join)
+        self.scale_up = ScaleUp(group, elastic, status, policy, create_arguments, timeout_s)
+        self.share_balancer = ShareBalancer(group, elastic, status)
         self.speed = SpeedMonitor(group)
         self.call = Call()
         """The running call. Only `Supervision.begin` sets it."""

@@ -14,7 +14,7 @@ from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_loss
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.journal import Journal
+from raysgd.elastic.group_status import GroupStatus
 from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
 from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
@@ -96,7 +96,7 @@ class Replacement:
             )
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
-        context = self.context = replace(self.context, generation=self.scale_up.journal.generation)
+        context = self.context = replace(self.context, generation=self.scale_up.status.generation)
         return handle.submit_work(Worker.join_group, context, None, None, True)
 
     def _await_outcome(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
@@ -123,7 +123,7 @@ class ScaleUp:
 
     group: ActorGroup
     config: ElasticConfig
-    journal: Journal
+    status: GroupStatus
     policy: Policy
     create_arguments: Sequence[Any]
     """Arguments of `Worker.create`."""
@@ -253,7 +253,7 @@ class ScaleUp:
         self._discard(replacement)
         handle, slot, phase = replacement.handle, replacement.slot, replacement.phase
         cause = cause_of(handle, error)
-        self.journal.record("newcomer_failed", [] if handle is None else [handle], cause=cause)
+        self.status.record("newcomer_failed", [] if handle is None else [handle], cause=cause)
         if is_worker_loss(error):
             self._lost_slots.append(slot)
             before, count = self._crashes.get(slot, (phase, 0))

@@ -37,13 +37,13 @@ class Supervision:
     def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._group, self._clock = context.group, context.group.clock
-        self._journal, self._commands = context.journal, context.commands
+        self._status, self._commands = context.status, context.commands
         self.begin(context.call)
 
     def begin(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self._context.call = call
-        self.progress_before = self._journal.progress._replace(holdings=Holdings())
+        self.progress_before = self._status.progress._replace(holdings=Holdings())
         """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
         self._replay: Call | None = None
@@ -55,7 +55,7 @@ class Supervision:
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
         before, call = self.progress_before.position, self._context.call
-        step = self._journal.reached.global_step
+        step = self._status.reached.global_step
         if step >= before.global_step or not (call.has_batches or call.replay):
             return False
         if not self._has_warned:
@@ -101,7 +101,7 @@ class Supervision:
             assert self._replay is not None
             return self._replay
         if action.sets_goal:
-            newest = newest_progress([self._journal.progress, self.progress_before])
+            newest = newest_progress([self._status.progress, self.progress_before])
             call.on_begin(call, newest.position)
         return call
 
@@ -109,7 +109,7 @@ class Supervision:
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
-        call.log_points.begin(self._journal.reached.global_step, members)
+        call.log_points.begin(self._status.reached.global_step, members)
         request = call.request
         if call.rank is None:
             shares = self._context.share_balancer.choose_for(members)
@@ -135,9 +135,9 @@ class Supervision:
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         call.log_points.add(progress, self._group.members)
-        self._journal.progress = polled or self._journal.progress
+        self._status.progress = polled or self._status.progress
         if progress:
-            self._journal.progress = newest_progress(list(progress.values()))
+            self._status.progress = newest_progress(list(progress.values()))
             self._context.advance(progress)
         if attempt.has_failed:
             return self._failure(call, attempt)
@@ -179,7 +179,7 @@ class Supervision:
         self._split = 0 if outcome is None else outcome.split
         if member and outcome and outcome.split:  # memory ran out
             cause = repr(outcome.unpack())
-            self._journal.record("split", [member], cause=cause, factor=outcome.split)
+            self._status.record("split", [member], cause=cause, factor=outcome.split)
         if attempt.lost:
             return WorkersLost(lost=attempt.lost)
         is_stopped = attempt.needs_new_group and outcome is None
@@ -188,12 +188,12 @@ class Supervision:
             return CallFailed()
         error = attempt.make_error()
         if member is not None:
-            self._journal.record("user_error", [member], cause=repr(error))
+            self._status.record("user_error", [member], cause=repr(error))
         return CallFailed(error=error)
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
-        monitor = HealthMonitor(attempt, self._journal.ranks, self._clock)
+        monitor = HealthMonitor(attempt, self._status.ranks, self._clock)
         newest = None
         while attempt.is_running:
             self._context.check_open()

@@ -153,7 +153,7 @@ class Dispatcher:
             call.on_wait = call.log_points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
         assert call.first_position is not None
-        reached, speed = controller.journal.reached, controller.speed.end_lap("train")
+        reached, speed = controller.status.reached, controller.speed.end_lap("train")
         results += [outcome.unpack() for outcome in call.departed_results]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, reached.epoch_samples)
@@ -183,26 +183,26 @@ class Dispatcher:
         packed = [point.metrics for _, point in points if point.metrics is not None]
         if not packed:
             return
-        newest, journal, timing = points[-1][1], self.controller.journal, dict(points)
+        newest, status, timing = points[-1][1], self.controller.status, dict(points)
         members = [member for member in self.controller.members if member in timing]
         speed = self.controller.speed.end_lap("step", {m: timing[m].timing for m in members})
         call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
         # Until `on_log` returns, the trainer has the epoch and the step of the point.
-        committed = journal.progress
+        committed = status.progress
         position = Reached(epoch=newest.epoch, global_step=newest.global_step)
-        journal.progress = Progress(position, updates=committed.updates)
+        status.progress = Progress(position, updates=committed.updates)
         try:
             measured = [each.unpack() if isinstance(each, Parcel) else each for each in packed]
             merged = self._merge(measured)
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
             self.callback_list.call_hook("on_log", trainer, call, metrics)
         finally:
-            journal.progress = committed
+            status.progress = committed
 
     def _report_bad_steps(self, trainer: Trainer) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
         newest = max((each["step"] for each in self.bad_steps), default=0)
-        bad_steps = self.controller.journal.progress.updates.bad_steps
+        bad_steps = self.controller.status.progress.updates.bad_steps
         new_steps = [each for each in bad_steps if each["step"] > newest]
         if not new_steps:
             return
@@ -225,7 +225,7 @@ class Dispatcher:
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
                 "the first such step. A CheckpointCallback keeps the last finite state.",
                 bad,
-                self.controller.journal.reached.global_step,
+                self.controller.status.reached.global_step,
             )
         self._has_bad_loss = bool(bad)
         return merged
@@ -243,12 +243,12 @@ class Dispatcher:
             request = replace(request, call_number=self._unfinished_validation)
         self._unfinished_validation = request.call_number
         on_wait = self.callback_list.watch(trainer, "validate")
-        start = 0 if request.from_start else self.controller.journal.reached.validation_offset
+        start = 0 if request.from_start else self.controller.status.reached.validation_offset
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_wait=on_wait)
         seconds = time.perf_counter() - started
         self._unfinished_validation = None
         merged = self._merge(results)
-        is_complete = start == self.controller.journal.reached.validation_offset == 0
+        is_complete = start == self.controller.status.reached.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
         return CallResult(results, merged, False, last_call)

@@ -60,10 +60,10 @@ class TrainerInfo:
     )
     logdir: Path | None = forward_to("_logdir", "The run folder.")
     global_step: int = forward_to(
-        "_controller.journal.reached.global_step", "Finished training steps of all calls."
+        "_controller.status.reached.global_step", "Finished training steps of all calls."
     )
     split: int = forward_to(
-        "_controller.journal.progress.updates.split",
+        "_controller.status.progress.updates.split",
         "Micro-batches per batch, above 1 after memory ran out.",
     )
     latest_metrics: dict[str, Any] = forward_to(
@@ -82,7 +82,7 @@ class TrainerInfo:
     @property
     def epoch(self) -> int:
         """The current or just finished epoch, counted from 1. 0 before the first epoch."""
-        reached = self._controller.journal.reached
+        reached = self._controller.status.reached
         return reached.epoch + reached.in_epoch
 
     @property

@@ -97,7 +97,7 @@ class StateTransfer:
         controller, snapshot = self.dispatcher.controller, None
         if not controller.members and controller.can_restart():
             snapshot = controller.snapshots.load()
-        reached = controller.journal.reached.global_step
+        reached = controller.status.reached.global_step
         kept_step = (snapshot or {}).get("global_step", 0)
         lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
         if not snapshot or kept_step < reached or lacks:
@@ -124,7 +124,7 @@ class StateTransfer:
 
     def _fetch(self, request: Request, method: str, open_inbox: Any = Inbox) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
-        rank = None if must_hand_over(self.dispatcher.controller.journal.progress) else 0
+        rank = None if must_hand_over(self.dispatcher.controller.status.progress) else 0
         options = {"rank": rank, "open_inbox": open_inbox, "allows_any_size": True}
         return self.dispatcher.run(request, method=method, **options)
 
@@ -140,7 +140,7 @@ class StateTransfer:
         check_flags("save", provenance=provenance, frozen=frozen)
         self.dispatcher.check_open()
         target, controller = Location(path), self.dispatcher.controller
-        members, progress = controller.members, controller.journal.progress
+        members, progress = controller.members, controller.status.progress
         manifest = checkpoint.Manifest(
             world_size=len(members), operator=self.options.training_operator_cls.__qualname__
         )

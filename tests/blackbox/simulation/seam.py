@@ -138,7 +138,7 @@ class Driver:
     @property
     def generation(self):
         """Number of the newest generation."""
-        return self.controller.journal.generation
+        return self.controller.status.generation
 
     @property
     def events(self):
@@ -146,7 +146,7 @@ class Driver:
 
     @property
     def step(self):
-        return self.controller.journal.reached.global_step
+        return self.controller.status.reached.global_step
 
     @property
     def has_snapshot(self):

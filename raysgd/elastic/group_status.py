@@ -1,4 +1,4 @@
-"""The ranks, generation, progress, and events of a group."""
+"""What the driver knows of a group: ranks, generation, progress, and events."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
 
 
 @dataclass(eq=False)
-class Journal:
-    """Tracks ranks, generation, and progress, and records events."""
+class GroupStatus:
+    """What trainers and the components of the driver read of the group. It records events."""
 
     _group: ActorGroup
     _survivors_stay: bool
