@@ -22,7 +22,7 @@ class LogPoint:
     reaches_log_step: bool = True  # and the worker is not leaving
 
 
-class Reached(NamedTuple):
+class ReportedPosition(NamedTuple):
     """Where a worker is in the run. `raysgd.elastic` reads it, and keeps that of the group."""
 
     epoch: int = 0
@@ -38,7 +38,7 @@ class Bar(NamedTuple):
 
     epoch: int = 0
     global_step: int = 0
-    num_batches: int = 0  # as `Reached.num_batches`
+    num_batches: int = 0  # as `ReportedPosition.num_batches`
     total_batches: int | None = None  # None if unknown
     num_samples: int = 0  # samples finished in the current call or epoch
     latest_metrics: Mapping[str, float] = {}  # the first ones
@@ -94,7 +94,7 @@ class Progress(NamedTuple):
     The runner writes the parts. On the driver, each part has one reader, a module or a package.
     """
 
-    position: Reached = Reached()
+    position: ReportedPosition = ReportedPosition()
     bar: Bar = Bar()
     measured: Measured = Measured()
     snapshot: SnapshotStatus = SnapshotStatus()

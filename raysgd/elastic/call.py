@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Request
-from raysgd._internal.progress import Bar, LogPoint, Progress, Reached
+from raysgd._internal.progress import Bar, LogPoint, Progress, ReportedPosition
 from raysgd.cluster.large_values import Inbox, Incoming
 
 WorkerPoint = tuple[Any, LogPoint]
@@ -87,11 +87,11 @@ class Call:
     """Receives the progress of all workers while the call runs."""
     log_points: LogPoints = field(default_factory=lambda: LogPoints(acknowledged_step=sys.maxsize))
     """Collects what the workers measure while the call runs. By default, they release it."""
-    on_begin: Callable[[Call, Reached], None] = lambda call, position: None
+    on_begin: Callable[[Call, ReportedPosition], None] = lambda call, position: None
     """Prepares the first attempt, or one after a save. ``train`` computes its goal here."""
-    first_position: Reached | None = None
+    first_position: ReportedPosition | None = None
     """Where the first attempt of ``train`` began."""
-    replay: Callable[[Reached], Call | None] | None = None
+    replay: Callable[[ReportedPosition], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""

@@ -188,8 +188,8 @@ class Controller:
             case Do.INTERRUPT:
                 assert self._supervision.attempt is not None
                 context.commands.interrupt(self._supervision.attempt)
-                if reached := context.commands.ask_progress().values():
-                    status.progress = newest_progress(reached)
+                if answers := context.commands.ask_progress().values():
+                    status.progress = newest_progress(answers)
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):
@@ -265,7 +265,7 @@ class Controller:
         if self.policy.keeps_snapshots or self._context.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
-        return bool(step == self.status.reached.global_step)
+        return bool(step == self.status.position.global_step)
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.

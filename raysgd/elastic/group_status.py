@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.paths import without_secrets
-from raysgd._internal.progress import Progress, Reached
+from raysgd._internal.progress import Progress, ReportedPosition
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
@@ -66,7 +66,7 @@ class GroupStatus:
     """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
 
     @property
-    def reached(self) -> Reached:
+    def position(self) -> ReportedPosition:
         return self.progress.position
 
     def record(
@@ -89,7 +89,7 @@ class GroupStatus:
             generation=self.generation,
             ranks=tuple(self.ranks.get(member, -1) for member in members),
             nodes=tuple(member.info.node_id for member in members),
-            step=self.reached.global_step,
+            step=self.position.global_step,
             cause=without_secrets(cause),  # events are written to files and sent to servers
             num_workers=num_workers,
             **values,

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raysgd._internal.progress import ProcessStatus, Progress, Reached
+from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -36,7 +36,7 @@ class HealthMonitor:
     def __post_init__(self) -> None:
         self._has_shown = False
         self._moved_at = self.clock.monotonic()
-        self._seen: dict[WorkerHandle, Reached] = {}
+        self._seen: dict[WorkerHandle, ReportedPosition] = {}
         self._waiting: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
 

@@ -94,8 +94,8 @@ def choose_leader(
 
     If only a leaving worker has the state, it stays.
 
-    >>> from raysgd._internal.progress import Reached
-    >>> five, six = (Progress(Reached(global_step=step)) for step in (5, 6))
+    >>> from raysgd._internal.progress import ReportedPosition
+    >>> five, six = (Progress(ReportedPosition(global_step=step)) for step in (5, 6))
     >>> choose_leader({"a": five, "b": five}, {"a"})
     ('b', ['b'])
     >>> choose_leader({"a": six, "b": five}, {"a"})

@@ -115,14 +115,14 @@ class SnapshotKeeper:
 
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
-        reached = commands.ask_progress()
-        sets = [each for each in members_to_ask(reached) if any(m.is_remote for m in each)]
-        for members in sorted(sets, key=lambda each: -reached[each[0]].position.global_step):
+        answers = commands.ask_progress()
+        sets = [each for each in members_to_ask(answers) if any(m.is_remote for m in each)]
+        for members in sorted(sets, key=lambda each: -answers[each[0]].position.global_step):
             shards = self._rescue(commands, members)
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
-                self.keep(*shards, step=reached[members[0]].position.global_step)
-                return reached[members[0]]
+                self.keep(*shards, step=answers[members[0]].position.global_step)
+                return answers[members[0]]
         return None
 
     def _rescue(self, commands: Commands, members: Sequence[WorkerHandle]) -> list[ReadState]:

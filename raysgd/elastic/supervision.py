@@ -55,7 +55,7 @@ class Supervision:
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
         before, call = self.progress_before.position, self._context.call
-        step = self._status.reached.global_step
+        step = self._status.position.global_step
         if step >= before.global_step or not (call.has_batches or call.replay):
             return False
         if not self._has_warned:
@@ -109,7 +109,7 @@ class Supervision:
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
-        call.log_points.begin(self._status.reached.global_step, members)
+        call.log_points.begin(self._status.position.global_step, members)
         request = call.request
         if call.rank is None:
             shares = self._context.share_balancer.choose_for(members)

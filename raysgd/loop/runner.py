@@ -201,7 +201,7 @@ class OperatorRunner(Runner, ABC):
         source, snapshots = self._loop.source, self._loop.snapshots
         call, timing = self._loop.call_progress, train_state.timing.totals
         num_copies = train_state.context.world_size if is_merged else 1
-        position = progress.Reached(
+        position = progress.ReportedPosition(
             epoch=train_state.epoch,
             in_epoch=train_state.offset > 0,
             global_step=train_state.global_step,

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from raysgd._internal.context import Request, Runner, WorkerContext
-from raysgd._internal.progress import ProcessStatus, Progress, Reached
+from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster import process
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.requests import ApplyRequest
@@ -75,8 +75,8 @@ class FunctionRunner(Runner):
         running = self._session
         if running is None:
             return Progress()
-        waits = running.report_queue.blocked_on_driver
-        return Progress(Reached(global_step=running.iteration), process=ProcessStatus(waits))
+        position = ReportedPosition(global_step=running.iteration)
+        return Progress(position, process=ProcessStatus(running.report_queue.blocked_on_driver))
 
     def request_stop(self, requested: bool) -> None:
         if requested and self._session is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from raysgd._internal.context import Request
 from raysgd._internal.nonfinite import nonfinite_loss
-from raysgd._internal.progress import Progress, Reached
+from raysgd._internal.progress import Progress, ReportedPosition
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
@@ -108,14 +108,14 @@ class Dispatcher:
             call.replay = self._replay_of
         return [outcome.unpack() for outcome in self.controller.run(call)]
 
-    def _replay_of(self, reached: Reached) -> Call | None:
-        """Return the call that repeats training up to `reached`."""
+    def _replay_of(self, position: ReportedPosition) -> Call | None:
+        """Return the call that repeats training up to `position`."""
         if self._newest_training is None:
             return None
         request = replace(
             self._newest_training,
-            until_epoch=None if reached.in_epoch else reached.epoch,
-            until_step=reached.global_step if reached.in_epoch else None,
+            until_epoch=None if position.in_epoch else position.epoch,
+            until_step=position.global_step if position.in_epoch else None,
             callback_pause=None,
             log_every=None,
             until_nan=False,
@@ -153,14 +153,14 @@ class Dispatcher:
             call.on_wait = call.log_points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
         assert call.first_position is not None
-        reached, speed = controller.status.reached, controller.speed.end_lap("train")
+        position, speed = controller.status.position, controller.speed.end_lap("train")
         results += [outcome.unpack() for outcome in call.departed_results]
         merged = self._merge(results)
-        last_call = LastCall("train", ended, seconds, speed, reached.epoch_samples)
-        return CallResult(results, merged, reached.epoch > call.first_position.epoch, last_call)
+        last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
+        return CallResult(results, merged, position.epoch > call.first_position.epoch, last_call)
 
     def _set_goal(
-        self, request: TrainRequest, num_steps: int | None, call: Call, position: Reached
+        self, request: TrainRequest, num_steps: int | None, call: Call, position: ReportedPosition
     ) -> None:
         """Set the goal of a call of ``train``, and the step of its next pause.
 
@@ -189,7 +189,7 @@ class Dispatcher:
         call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
         # Until `on_log` returns, the trainer has the epoch and the step of the point.
         committed = status.progress
-        position = Reached(epoch=newest.epoch, global_step=newest.global_step)
+        position = ReportedPosition(epoch=newest.epoch, global_step=newest.global_step)
         status.progress = Progress(position, updates=committed.updates)
         try:
             measured = [each.unpack() if isinstance(each, Parcel) else each for each in packed]
@@ -225,7 +225,7 @@ class Dispatcher:
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
                 "the first such step. A CheckpointCallback keeps the last finite state.",
                 bad,
-                self.controller.status.reached.global_step,
+                self.controller.status.position.global_step,
             )
         self._has_bad_loss = bool(bad)
         return merged
@@ -243,12 +243,12 @@ class Dispatcher:
             request = replace(request, call_number=self._unfinished_validation)
         self._unfinished_validation = request.call_number
         on_wait = self.callback_list.watch(trainer, "validate")
-        start = 0 if request.from_start else self.controller.status.reached.validation_offset
+        start = 0 if request.from_start else self.controller.status.position.validation_offset
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_wait=on_wait)
         seconds = time.perf_counter() - started
         self._unfinished_validation = None
         merged = self._merge(results)
-        is_complete = start == self.controller.status.reached.validation_offset == 0
+        is_complete = start == self.controller.status.position.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
         return CallResult(results, merged, False, last_call)

@@ -60,7 +60,7 @@ class TrainerInfo:
     )
     logdir: Path | None = forward_to("_logdir", "The run folder.")
     global_step: int = forward_to(
-        "_controller.status.reached.global_step", "Finished training steps of all calls."
+        "_controller.status.position.global_step", "Finished training steps of all calls."
     )
     split: int = forward_to(
         "_controller.status.progress.updates.split",
@@ -82,8 +82,8 @@ class TrainerInfo:
     @property
     def epoch(self) -> int:
         """The current or just finished epoch, counted from 1. 0 before the first epoch."""
-        reached = self._controller.status.reached
-        return reached.epoch + reached.in_epoch
+        position = self._controller.status.position
+        return position.epoch + position.in_epoch
 
     @property
     def events(self) -> list[Event]:

@@ -97,10 +97,10 @@ class StateTransfer:
         controller, snapshot = self.dispatcher.controller, None
         if not controller.members and controller.can_restart():
             snapshot = controller.snapshots.load()
-        reached = controller.status.reached.global_step
+        step = controller.status.position.global_step
         kept_step = (snapshot or {}).get("global_step", 0)
         lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
-        if not snapshot or kept_step < reached or lacks:
+        if not snapshot or kept_step < step or lacks:
             try:  # new workers repeat the steps after the snapshot
                 generators = self._prepare_export(method)
                 state = self.merge(with_shards(self._fetch(StateRequest(frozen=frozen), method)))
@@ -110,7 +110,7 @@ class StateTransfer:
                 if not snapshot:
                     raise
                 text = "%s(): no worker starts, so the state is that of step %d, not %d."
-                logger.warning(text, method, kept_step, reached)
+                logger.warning(text, method, kept_step, step)
         # Copy the state, because it may be one that the user loaded.
         return dict(map_leaves(without_call(self.merge(snapshot)), try_copy))
 

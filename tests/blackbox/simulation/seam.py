@@ -146,7 +146,7 @@ class Driver:
 
     @property
     def step(self):
-        return self.controller.status.reached.global_step
+        return self.controller.status.position.global_step
 
     @property
     def has_snapshot(self):
@@ -364,7 +364,7 @@ class SimMember(WorkerHandle):
         began = self.terminated_at
         terminated_s = None if began is None else self._world.now - began
         return progress.Progress(
-            position=progress.Reached(global_step=self.step),
+            position=progress.ReportedPosition(global_step=self.step),
             bar=progress.Bar(global_step=self.step),
             measured=progress.Measured(step_s=self._world.step_s, samples_per_s=self.speed),
             snapshot=progress.SnapshotStatus(self.snapshot_step),

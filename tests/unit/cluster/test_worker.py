@@ -15,7 +15,7 @@ import pytest
 
 from raysgd._internal import tracebacks
 from raysgd._internal.context import PausedError, WorkerContext
-from raysgd._internal.progress import Progress, Reached
+from raysgd._internal.progress import Progress, ReportedPosition
 from raysgd.backends import CollectiveBackend
 from raysgd.cluster.serialization import Parcel, pack
 from raysgd.cluster.worker import CarriedError, Worker
@@ -43,7 +43,7 @@ class FakeRunner:
         self.calls.append(("rejoin", context.generation, leader_rank))
 
     def progress(self, acknowledged_step=-1):
-        return Progress(Reached(global_step=self.step))
+        return Progress(ReportedPosition(global_step=self.step))
 
     def request_stop(self, requested):
         self.calls.append(("stop", requested))

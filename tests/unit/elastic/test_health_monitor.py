@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from raysgd._internal.progress import ProcessStatus, Progress, Reached
+from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.health_monitor import HealthMonitor
@@ -40,7 +40,7 @@ def test_stacks_are_logged_once_per_standstill(clock, caplog):
     monitor, *_ = watched(clock, member)
     for step in range(2):
         for _ in range(4):
-            monitor.log_standstill({member: Progress(Reached(global_step=step))})
+            monitor.log_standstill({member: Progress(ReportedPosition(global_step=step))})
             clock.now += 40
     shown = [record.getMessage() for record in caplog.records]
     assert len(shown) == 2

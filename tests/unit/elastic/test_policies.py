@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.progress import Holdings, Measured, Progress, Reached
+from raysgd._internal.progress import Holdings, Measured, Progress, ReportedPosition
 from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
@@ -53,7 +53,7 @@ def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
 
 
 CONDITIONS = [Holdings(), Holdings(condition="damaged")]
-STEPS = [Progress(Reached(0, False, n), holdings=each) for n in (5, 6) for each in CONDITIONS]
+STEPS = [Progress(ReportedPosition(0, False, n), holdings=h) for n in (5, 6) for h in CONDITIONS]
 
 
 @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=4), st.frozensets(st.integers(0, 3)))
@@ -68,7 +68,7 @@ def test_no_committed_step_is_discarded(progress, leaving):
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_the_leader_is_the_lowest_rank_with_most_steps(steps):
-    progress = [Progress(Reached(global_step=step)) for step in steps]
+    progress = [Progress(ReportedPosition(global_step=step)) for step in steps]
     assert newest_progress(progress) is progress[steps.index(max(steps))]
 
 
@@ -91,7 +91,7 @@ step_times = st.just(0.0) | st.floats(1e-5, 100.0)
     st.floats(0.0, 2.0),
 )
 def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reached, notice_s):
-    positions = [Reached(global_step=reached + more) for more, _ in workers]
+    positions = [ReportedPosition(global_step=reached + more) for more, _ in workers]
     measured = [Measured(step_s=step_s) for _, step_s in workers]
     pairs = list(zip(positions, measured, strict=True))
     step = pause_step([Progress(at, measured=speed) for at, speed in pairs], notice_s)

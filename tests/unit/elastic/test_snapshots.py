@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.progress import Holdings, Progress, Reached, SnapshotStatus
+from raysgd._internal.progress import Holdings, Progress, ReportedPosition, SnapshotStatus
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
@@ -40,7 +40,7 @@ class FakeMember:
 
 
 def at(step):
-    return Progress(Reached(global_step=100), snapshot=SnapshotStatus(step))
+    return Progress(ReportedPosition(global_step=100), snapshot=SnapshotStatus(step))
 
 
 def make_keeper(num_members):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._internal.progress import Measured, Progress, Reached
+from raysgd._internal.progress import Measured, Progress, ReportedPosition
 from raysgd._internal.step_timing import PHASES, Totals
 from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause
 from raysgd.elastic.speed_monitor import SpeedMonitor
@@ -145,7 +145,7 @@ class Group:
             )
         step, totals = self.seen_step, self.totals
         measured = {member: Measured(timing=totals[member]) for member in self.members}
-        at = Reached(global_step=step)
+        at = ReportedPosition(global_step=step)
         self.monitor.observe({m: Progress(at, measured=each) for m, each in measured.items()})
 
 
