@@ -24,7 +24,7 @@ from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.driver_context import DriverContext
+from raysgd.elastic.driver_components import DriverComponents
 from raysgd.elastic.group_forming import GroupForming
 from raysgd.elastic.policies import Policy, newest_progress
 from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
@@ -76,14 +76,14 @@ class Controller:
         if not group.options.is_inline:
             created = {name: pack_as(name, value) for name, value in created.items()}
         arguments = (*created.values(), sys.path)
-        self._context = context = DriverContext(
+        self._components = components = DriverComponents(
             group, backend, elastic, self.policy, arguments, timeout_s, self._check_open
         )
-        self.status, self.events = context.status, context.status.events
-        self.snapshots, self.speed = context.snapshots, context.speed
-        self._scale_up = context.scale_up
-        self.forming = GroupForming(context)
-        self._supervision = Supervision(context)
+        self.status, self.events = components.status, components.status.events
+        self.snapshots, self.speed = components.snapshots, components.speed
+        self._scale_up = components.scale_up
+        self.forming = GroupForming(components)
+        self._supervision = Supervision(components)
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
 
@@ -166,7 +166,7 @@ class Controller:
             event = following
 
     def _execute(self, action: state_machine.Action) -> GroupEvent | None:
-        context, forming, status = self._context, self.forming, self.status
+        components, forming, status = self._components, self.forming, self.status
         match action:
             case Do.SURVEY:
                 return self._survey()
@@ -175,20 +175,20 @@ class Controller:
             case Do.REJOIN:
                 return forming.rejoin()
             case Do.RESTART:
-                self._awaits_load, before = context.call.replaces_state, status.progress
+                self._awaits_load, before = components.call.replaces_state, status.progress
                 try:
                     return forming.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
                     status.progress = before
                     raise
             case Do.RESCUE_STATE:
-                status.progress = self.snapshots.rescue(context.commands) or status.progress
+                status.progress = self.snapshots.rescue(components.commands) or status.progress
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
                 assert self._supervision.attempt is not None
-                context.commands.interrupt(self._supervision.attempt)
-                if answers := context.commands.ask_progress().values():
+                components.commands.interrupt(self._supervision.attempt)
+                if answers := components.commands.ask_progress().values():
                     status.progress = newest_progress(answers)
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
@@ -199,14 +199,14 @@ class Controller:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
                     logger.warning(text, why)
                 self._scale_up.discard()
-                context.discard_members()
+                components.discard_members()
             case state_machine.Fail(why, lost):
                 if lost:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
                     known = status.progress, self._supervision.progress_before
                     status.progress = newest_progress(known)
-                raise status.failure(context.call, why, *next(iter(lost.items()), ()))
+                raise status.failure(components.call, why, *next(iter(lost.items()), ()))
         return None
 
     # ---- calls
@@ -242,18 +242,18 @@ class Controller:
                 self._supervision.begin(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
                     self._awaits_load, self.status.progress = False, before
-                    self._context.discard_members()
+                    self._components.discard_members()
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()
 
     def _survey(self) -> GroupEvent:
-        self._context.advance({})
-        joining, leaving = self._context.due_changes()
+        self._components.advance({})
+        joining, leaving = self._components.due_changes()
         return state_machine.Surveyed(
             num_workers=len(self.members),
             num_joining=len(joining),
             num_leaving=len(leaving),
-            must_save=self._context.preemption.must_save and self._context.call.can_pause,
+            must_save=self._components.preemption.must_save and self._components.call.can_pause,
             must_replay=self._supervision.prepare_replay(),
         )
 
@@ -262,7 +262,7 @@ class Controller:
 
         This may read a large file.
         """
-        if self.policy.keeps_snapshots or self._context.call.replaces_state:
+        if self.policy.keeps_snapshots or self._components.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
         return bool(step == self.status.position.global_step)
@@ -274,12 +274,12 @@ class Controller:
         """
         if not self.is_shut_down:
             self._react(state_machine.StopRequested())
-            self._context.commands.interrupt_and_send(request)
+            self._components.commands.interrupt_and_send(request)
 
     # ---- losses
 
     def _remove_lost(self, lost: state_machine.LostWorkers) -> None:
-        call = self._context.call
+        call = self._components.call
         for member, error in lost.items():
             rank, cause = self.status.ranks.get(member, -1), cause_of(member, error)
             self.status.record("lost", [member], cause=cause)
@@ -311,9 +311,9 @@ class Controller:
 
     def ask_step(self) -> int:
         """Return the newest step of the workers that answer; -1 if none does."""
-        answers = self._context.commands.ask_progress().values()
+        answers = self._components.commands.ask_progress().values()
         return max((each.position.global_step for each in answers), default=-1)
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         self._check_open()
-        self._context.preemption.drain(node_id, rank, deadline_s)
+        self._components.preemption.drain(node_id, rank, deadline_s)

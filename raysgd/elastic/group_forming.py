@@ -16,7 +16,7 @@ from raysgd.elastic import state_machine
 from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
 from raysgd.elastic.commands import ANSWER_S
-from raysgd.elastic.driver_context import DriverContext
+from raysgd.elastic.driver_components import DriverComponents
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_status import list_ranks
 from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, must_hand_over
@@ -36,12 +36,12 @@ _START_TICK_S = 0.01
 class GroupForming:
     """Moves workers into new generations."""
 
-    def __init__(self, context: DriverContext) -> None:
-        self._context = context
-        self._group, self._clock = context.group, context.group.clock
-        self._status, self._commands = context.status, context.commands
-        self._scale_up = context.scale_up
-        self._backend = context.backend
+    def __init__(self, components: DriverComponents) -> None:
+        self._components = components
+        self._group, self._clock = components.group, components.group.clock
+        self._status, self._commands = components.status, components.commands
+        self._scale_up = components.scale_up
+        self._backend = components.backend
         self.on_start: Callable[[], None] = lambda: None
         """Called after all workers have started, before they load a snapshot."""
 
@@ -49,22 +49,22 @@ class GroupForming:
 
     def rejoin(self) -> state_machine.GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
-        began, policy, commands = self._clock.monotonic(), self._context.policy, self._commands
+        began, policy, commands = self._clock.monotonic(), self._components.policy, self._commands
         # A worker that holds the GIL receives its interruption late.
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
             return self._discard_replacements_in(lost)
-        joining, leaving = self._context.due_changes()
+        joining, leaving = self._components.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
         if isinstance(event := self._discard_replacements_in(lost), state_machine.WorkersLost):
             return event
-        self._context.share_balancer.observe(answers)
+        self._components.share_balancer.observe(answers)
         leader, staying = choose_leader({m: answers[m] for m in self._group.members}, leaving)
         self._status.progress = progress = answers[leader]
         # Without a snapshot, remote workers start again from `setup`.
-        can_restart = self._context.snapshots.receive() or not self._group.options.is_inline
-        can_restart = can_restart and not self._context.call.replaces_state
+        can_restart = self._components.snapshots.receive() or not self._group.options.is_inline
+        can_restart = can_restart and not self._components.call.replaces_state
         if progress.holdings.condition == "damaged" and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
             return state_machine.StateLost(why=why)
@@ -114,7 +114,7 @@ class GroupForming:
 
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
-        call = self._context.call
+        call = self._components.call
         if call.departure_request is None or not members:
             return
         outcomes = self._commands.send_to_idle(members, call.departure_request, ANSWER_S)
@@ -128,7 +128,7 @@ class GroupForming:
         began, is_first = self._clock.monotonic(), self._scale_up.is_first
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
         num_before = len(self._group.members)
-        self._context.discard_members()
+        self._components.discard_members()
         self._scale_up.begin_start()
         while not self._start_group(min_workers):
             pass  # the next attempt replaces the lost workers
@@ -147,12 +147,12 @@ class GroupForming:
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
-        config, call = self._context.elastic, self._context.call
+        config, call = self._components.elastic, self._components.call
         num_members, starting = len(self._group.members), not self._group.members
         missing = state_machine.too_few(num_members, min_workers)
         deadline, num_waits = 0.0, 0
         while True:
-            self._context.check_open()
+            self._components.check_open()
             self._scale_up.advance(starting)
             if starting and (error := self._scale_up.error) is not None:
                 if isinstance(error, WorkerLostError) and call.causes:
@@ -190,11 +190,11 @@ class GroupForming:
                 return False
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of departed workers.
-        self._status.progress, results = progress, self._context.call.departed_results
+        self._status.progress, results = progress, self._components.call.departed_results
         step = progress.position.global_step
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
-        if not (self._context.policy.survivors_stay and self._context.elastic.grow):
+        if not (self._components.policy.survivors_stay and self._components.elastic.grow):
             self._scale_up.discard()  # late workers could never join
         self._scale_up.set_up_alone()
         return True
@@ -211,7 +211,8 @@ class GroupForming:
             yield from self._load_snapshot(members)
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
-        if self._context.call.replaces_state or (state := self._context.snapshots.load()) is None:
+        state = None if self._components.call.replaces_state else self._components.snapshots.load()
+        if state is None:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
         with offering(packed, [member.info.node_ip for member in members]) as offer:
@@ -224,7 +225,7 @@ class GroupForming:
         if not attempt.lost:
             raise attempt.make_error()
         # Replace processes that `on_start` may have changed, or that can join only one group.
-        are_used = bool(self._group.members) or not self._context.policy.process_can_rejoin
+        are_used = bool(self._group.members) or not self._components.policy.process_can_rejoin
         self._group.members.clear()
         _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
         self._discard_replacements_in(attempt.lost | lost)
@@ -252,7 +253,7 @@ class GroupForming:
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
-        shares = self._context.share_balancer.from_config(entering)
+        shares = self._components.share_balancer.from_config(entering)
         entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
         if leader is None:
             self._scale_up.record_set_up(entries)
@@ -276,12 +277,12 @@ class GroupForming:
 
         With `listening`, declare workers lost whose processes are stopped.
         """
-        attempt, timeout_s = Attempt(calls, self._clock), self._context.timeout_s
+        attempt, timeout_s = Attempt(calls, self._clock), self._components.timeout_s
         deadline = self._clock.monotonic() + timeout_s
         mention_at = self._clock.monotonic() + _MENTION_S
         while attempt.is_running:
             has_collected = attempt.collect(1.0)
-            self._context.check_open()
+            self._components.check_open()
             if self._clock.monotonic() > mention_at:
                 mention_at += _MENTION_S
                 waiting = list_ranks(self._status.ranks, attempt.pending)

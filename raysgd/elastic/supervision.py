@@ -15,7 +15,7 @@ from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.driver_context import DriverContext
+from raysgd.elastic.driver_components import DriverComponents
 from raysgd.elastic.health_monitor import HealthMonitor
 from raysgd.elastic.policies import newest_progress, pause_step
 from raysgd.elastic.state_machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
@@ -34,15 +34,15 @@ _LONG_NOTICE_S = 1.0
 class Supervision:
     """Makes attempts at the running call."""
 
-    def __init__(self, context: DriverContext) -> None:
-        self._context = context
-        self._group, self._clock = context.group, context.group.clock
-        self._status, self._commands = context.status, context.commands
-        self.begin(context.call)
+    def __init__(self, components: DriverComponents) -> None:
+        self._components = components
+        self._group, self._clock = components.group, components.group.clock
+        self._status, self._commands = components.status, components.commands
+        self.begin(components.call)
 
     def begin(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
-        self._context.call = call
+        self._components.call = call
         self.progress_before = self._status.progress._replace(holdings=Holdings())
         """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
@@ -54,7 +54,7 @@ class Supervision:
 
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
-        before, call = self.progress_before.position, self._context.call
+        before, call = self.progress_before.position, self._components.call
         step = self._status.position.global_step
         if step >= before.global_step or not (call.has_batches or call.replay):
             return False
@@ -94,7 +94,7 @@ class Supervision:
         return self._conclude(call, action, attempt, polled)
 
     def _choose_call(self, action: RunCall) -> Call:
-        call, preemption = self._context.call, self._context.preemption
+        call, preemption = self._components.call, self._components.preemption
         if preemption.must_save and call.can_pause:
             preemption.must_save, call.must_save_soon = False, True
         if action.is_replay:
@@ -112,7 +112,7 @@ class Supervision:
         call.log_points.begin(self._status.position.global_step, members)
         request = call.request
         if call.rank is None:
-            shares = self._context.share_balancer.choose_for(members)
+            shares = self._components.share_balancer.choose_for(members)
             request = request.for_attempt(shares, self._split)
         self._split = 0
         if self._group.options.is_inline:
@@ -120,7 +120,7 @@ class Supervision:
                 stack.enter_context(self._showing_progress(call))
             return request, None
         packed = pack_as(f"the arguments of {call.name}", request)
-        self._context.check_open()
+        self._components.check_open()
         hosts = [member.info.node_ip for member in members]
         if isinstance(request, LoadRequest):
             return stack.enter_context(offering(packed, hosts)), None
@@ -138,13 +138,13 @@ class Supervision:
         self._status.progress = polled or self._status.progress
         if progress:
             self._status.progress = newest_progress(list(progress.values()))
-            self._context.advance(progress)
+            self._components.advance(progress)
         if attempt.has_failed:
             return self._failure(call, attempt)
         paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
         is_complete = not paused and not action.is_replay
         if is_complete:
-            self._context.snapshots.await_changes()
+            self._components.snapshots.await_changes()
         outcomes = [attempt.outcomes[member] for member in attempt.members]
         return CallReturned(outcomes=outcomes, is_complete=is_complete)
 
@@ -196,8 +196,8 @@ class Supervision:
         monitor = HealthMonitor(attempt, self._status.ranks, self._clock)
         newest = None
         while attempt.is_running:
-            self._context.check_open()
-            is_busy = call.on_wait is not None or self._context.scale_up.num_started()
+            self._components.check_open()
+            is_busy = call.on_wait is not None or self._components.scale_up.num_started()
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
             if attempt.collect(BUSY_TICK_S if is_busy else idle_s):
                 continue
@@ -210,10 +210,10 @@ class Supervision:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
-            self._context.advance(progress)
+            self._components.advance(progress)
             if call.can_pause and not self._commands.is_pausing:
-                moves = any(self._context.due_changes()) or self._context.preemption.must_save
-                if moves or self._context.share_balancer.wants_change:
+                moves = any(self._components.due_changes()) or self._components.preemption.must_save
+                if moves or self._components.share_balancer.wants_change:
                     self._pause(attempt, progress, _NOTICE_S if moves else _LONG_NOTICE_S)
         return newest
 

@@ -21,7 +21,7 @@ from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
 
 
-class DriverContext:
+class DriverComponents:
     """The components of the driver that supervise one group, and the running call."""
 
     def __init__(
