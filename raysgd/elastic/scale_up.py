@@ -34,8 +34,8 @@ Phase = Literal["come up", "start", "set up", "join"]
 
 
 @dataclass(eq=False)
-class Replacement:
-    """A replacement worker, from its start until it can join the group."""
+class PendingWorker:
+    """A worker from its start until it joins the group."""
 
     scale_up: ScaleUp
     slot: AnySlot
@@ -119,7 +119,7 @@ class Replacement:
 
 @dataclass(eq=False)
 class ScaleUp:
-    """Starts a replacement worker for each vacant rank."""
+    """Starts a worker for each vacant rank."""
 
     group: ActorGroup
     config: ElasticConfig
@@ -128,7 +128,7 @@ class ScaleUp:
     create_arguments: Sequence[Any]
     """Arguments of `Worker.create`."""
     timeout_s: float
-    """Timeout in seconds for each phase of a replacement from ``create`` on."""
+    """Timeout in seconds for each phase of a pending worker from ``create`` on."""
     sets_up_together: bool = True
     """Whether the workers set up together in one process group, in a start of all workers. If
     survivors stay, only the first start does so, until a worker is lost. Later, each worker sets up
@@ -137,7 +137,7 @@ class ScaleUp:
     """Error of the newest worker, if another worker would fail in the same way."""
 
     def __post_init__(self) -> None:
-        self._replacements: list[Replacement] = []
+        self._pending: list[PendingWorker] = []
         self._lost_slots: list[AnySlot | None] = []
         self._crashes: dict[AnySlot, tuple[Phase, int]] = {}
         """By slot: the phase in which its last workers were lost, and how many in a row."""
@@ -150,7 +150,7 @@ class ScaleUp:
         self._has_logged_silence = False
 
     def advance_if_allowed(self) -> None:
-        """Advance the replacements. Start missing ones if the group may grow."""
+        """Advance the pending workers. Start missing ones if the group may grow."""
         if self.policy.may_grow and self.policy.supports_live_join:
             self.advance()
 
@@ -160,7 +160,7 @@ class ScaleUp:
         self.reset_failures()
 
     def reset_failures(self) -> None:
-        """Reset the failures of replacement workers, because their cause may be gone."""
+        """Reset the failures of pending workers, because their cause may be gone."""
         self._failures, self._retry_at, self.error = 0, {}, None
 
     def request_room(self) -> bool:
@@ -178,9 +178,9 @@ class ScaleUp:
         return self.group.clock.monotonic() - self._resized_at >= self.config.resize_cooldown_s
 
     def advance(self, starting: bool = False) -> None:
-        """Advance the replacements, and start missing ones, without waiting.
+        """Advance the pending workers, and start missing ones, without waiting.
 
-        With `starting`, the replacements form the group in the reserved slots. While the Ray head
+        With `starting`, pending workers form the group in the reserved slots. While the Ray head
         node does not respond, do nothing, because requests would block the driver.
         """
         if self.group.notices.is_ray_silent:
@@ -189,13 +189,13 @@ class ScaleUp:
                 logger.warning("The Ray head does not answer. Replacement workers wait for it.")
             return
         self._has_logged_silence = False
-        self._advance_each(self._replacements)
+        self._advance_each(self._pending)
         missing = self._num_missing()
         if missing <= 0:
-            in_order = sorted(self._replacements, key=lambda r: r.handle is None)
-            for replacement in in_order[self._num_vacant_ranks() :]:
-                self._discard(replacement)  # other workers took the rank, or all members stay
-            if not self._replacements:
+            in_order = sorted(self._pending, key=lambda w: w.handle is None)
+            for worker in in_order[self._num_vacant_ranks() :]:
+                self._discard(worker)  # other workers took the rank, or all members stay
+            if not self._pending:
                 self.group.cancel_extra_requests()
         if missing > 0 and self._failures < self.config.max_attempts:
             self._advance_each(self._start_missing(starting))
@@ -208,16 +208,16 @@ class ScaleUp:
         """Return the number of vacant ranks without a worker that starts."""
         return self._num_vacant_ranks() - self.num_started()
 
-    def _advance_each(self, replacements: Sequence[Replacement]) -> None:
-        for replacement in list(replacements):
-            if replacement.handle is None and self._num_missing() <= 0:
-                continue  # another replacement took the last rank
-            replacement.advance()
-            if replacement.error is not None:
-                self._handle_failure(replacement, replacement.error)
+    def _advance_each(self, workers: Sequence[PendingWorker]) -> None:
+        for worker in list(workers):
+            if worker.handle is None and self._num_missing() <= 0:
+                continue  # another worker took the last rank
+            worker.advance()
+            if worker.error is not None:
+                self._handle_failure(worker, worker.error)
 
-    def _start_missing(self, starting: bool) -> list[Replacement]:
-        taken = [replacement.slot for replacement in self._replacements]
+    def _start_missing(self, starting: bool) -> list[PendingWorker]:
+        taken = [worker.slot for worker in self._pending]
         vacant = [s for s in self.group.find_vacant_slots(request=not starting) if s not in taken]
         now, num_workers = self.group.clock.monotonic(), self.group.options.num_workers
         num_staying = num_workers - self._num_vacant_ranks()
@@ -226,9 +226,9 @@ class ScaleUp:
         for slot in vacant:
             if now < self._retry_at.get(slot, 0.0):
                 continue
-            ranks = {replacement.rank for replacement in self._replacements}
-            self._replacements.append(
-                Replacement(
+            ranks = {worker.rank for worker in self._pending}
+            self._pending.append(
+                PendingWorker(
                     self,
                     slot,
                     next((r for r in range(num_staying, size) if r not in ranks), size - 1),
@@ -236,22 +236,22 @@ class ScaleUp:
                     replaces_lost=replaces or slot in self._lost_slots,
                 )
             )
-        return self._replacements[len(taken) :]
+        return self._pending[len(taken) :]
 
     def discard_failed(self, member: WorkerHandle, error: BaseException) -> bool:
-        """Discard a worker if it is a replacement, so that another one starts.
+        """Discard a worker if it is pending, so that another one starts.
 
         Return whether it is one. The next start is delayed after an exception, and after several
         losses of a slot in the same phase.
         """
-        replacement = next((r for r in self._replacements if r.handle is member), None)
-        if replacement is not None:
-            self._handle_failure(replacement, error)
-        return replacement is not None
+        worker = next((w for w in self._pending if w.handle is member), None)
+        if worker is not None:
+            self._handle_failure(worker, error)
+        return worker is not None
 
-    def _handle_failure(self, replacement: Replacement, error: BaseException) -> None:
-        self._discard(replacement)
-        handle, slot, phase = replacement.handle, replacement.slot, replacement.phase
+    def _handle_failure(self, worker: PendingWorker, error: BaseException) -> None:
+        self._discard(worker)
+        handle, slot, phase = worker.handle, worker.slot, worker.phase
         cause = cause_of(handle, error)
         self.status.record("newcomer_failed", [] if handle is None else [handle], cause=cause)
         if is_worker_loss(error):
@@ -264,15 +264,15 @@ class ScaleUp:
             if handle is not None and phase in ("start", "set up"):  # these run user code
                 where = "setup" if phase == "set up" else "initialization_hook or an import"
                 self.error = WorkerLostError(
-                    f"Worker {replacement.rank} died {count} times in a row in {where}, the last "
+                    f"Worker {worker.rank} died {count} times in a row in {where}, the last "
                     f"time on {handle.name}: {cause}",
-                    rank=replacement.rank,
+                    rank=worker.rank,
                     node_id=handle.info.node_id,
                     cause=cause,
                 )
         elif self.is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
-        if isinstance(error, CheckpointError):  # no replacement can load this state
+        if isinstance(error, CheckpointError):  # no worker can load this state
             self._failures = max(self._failures, self.config.max_attempts - 1)
         wait_s = backoff_s(self._failures, self.config)
         self._retry_at[slot] = self.group.clock.monotonic() + wait_s
@@ -280,31 +280,31 @@ class ScaleUp:
         if self._failures == self.config.max_attempts:
             logger.warning("No more replacement workers start in this call.")
 
-    def _discard(self, replacement: Replacement) -> None:
-        if replacement not in self._replacements:
+    def _discard(self, worker: PendingWorker) -> None:
+        if worker not in self._pending:
             return  # `shutdown` in another thread has done this
-        self._replacements.remove(replacement)
-        if replacement.handle is not None:
-            self.group.discard(replacement.handle)
+        self._pending.remove(worker)
+        if worker.handle is not None:
+            self.group.discard(worker.handle)
 
     def discard(self, members: Collection[WorkerHandle] | None = None) -> None:
-        """Discard some or all replacement workers, although they have not failed."""
-        for replacement in list(self._replacements):
-            if members is None or replacement.handle in members:
-                self._discard(replacement)
+        """Discard some or all pending workers, although they have not failed."""
+        for worker in list(self._pending):
+            if members is None or worker.handle in members:
+                self._discard(worker)
 
     def ready_workers(self) -> list[WorkerHandle]:
-        """Return the replacement workers that can join now."""
+        """Return the pending workers that can join now."""
         if not self.policy.survivors_stay and self.group.notices.is_ray_silent:
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()
-        ready = [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
-        return [replacement.handle for replacement in ready if replacement.handle is not None]
+        ready = [w for w in self._pending if w.is_ready and (is_free or w.replaces_lost)]
+        return [worker.handle for worker in ready if worker.handle is not None]
 
     def num_started(self) -> int:
-        """Return the number of replacements with a process. The others wait for room."""
-        return sum(replacement.handle is not None for replacement in self._replacements)
+        """Return the number of pending workers with a process. The others wait for room."""
+        return sum(worker.handle is not None for worker in self._pending)
 
     def begin_start(self) -> None:
         """Prepare for a start, which makes the started workers the group."""
@@ -321,7 +321,7 @@ class ScaleUp:
         num_members, now = len(self.group.members), self.group.clock.monotonic()
         if num_members + len(self.ready_workers()) < min_workers:
             return False
-        late = {r.slot: r.handle for r in self._replacements if r.handle and not r.is_ready}
+        late = {w.slot: w.handle for w in self._pending if w.handle and not w.is_ready}
         if num_members or not late:
             return True
         if self._enough_at is None:
@@ -335,23 +335,23 @@ class ScaleUp:
         )
 
     def record_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:
-        """Record that replacements set up together, in these contexts."""
-        for replacement in self._replacements:
-            if (handle := replacement.handle) is not None and handle in contexts:
-                replacement.context, replacement.phase = contexts[handle], "set up"
+        """Record that pending workers set up together, in these contexts."""
+        for worker in self._pending:
+            if (handle := worker.handle) is not None and handle in contexts:
+                worker.context, worker.phase = contexts[handle], "set up"
 
     def set_up_alone(self) -> None:
-        """Make the remaining replacements set up alone, after the first start or its failure."""
+        """Make the remaining pending workers set up alone, after the first start or its failure."""
         if self.sets_up_together and self.policy.survivors_stay:
             self.sets_up_together, self._enough_at = False, None
-            for replacement in self._replacements:
-                replacement.is_ready = False
+            for worker in self._pending:
+                worker.is_ready = False
 
     def forget_joined(self, members: Collection[WorkerHandle]) -> None:
-        for replacement in [each for each in self._replacements if each.handle in members]:
-            self._replacements.remove(replacement)
-            self._crashes.pop(replacement.slot, None)
-            self._lost_slots = [slot for slot in self._lost_slots if slot is not replacement.slot]
+        for worker in [each for each in self._pending if each.handle in members]:
+            self._pending.remove(worker)
+            self._crashes.pop(worker.slot, None)
+            self._lost_slots = [slot for slot in self._lost_slots if slot is not worker.slot]
         self.is_first = False
         if members:
             self.reset_failures()
