@@ -16,7 +16,7 @@ WorkerPoint = tuple[Any, LogPoint]
 
 
 @dataclass(eq=False)
-class LogPoints:
+class LogPointCollector:
     """What the workers measure for ``fit(log_every=...)`` while a call trains.
 
     At a step at which a log is due, each worker adds a point, and repeats it in its progress until
@@ -85,7 +85,9 @@ class Call:
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Bar]], None] | None = None
     """Receives the progress of all workers while the call runs."""
-    log_points: LogPoints = field(default_factory=lambda: LogPoints(acknowledged_step=sys.maxsize))
+    log_points: LogPointCollector = field(
+        default_factory=lambda: LogPointCollector(acknowledged_step=sys.maxsize)
+    )
     """Collects what the workers measure while the call runs. By default, they release it."""
     on_begin: Callable[[Call, ReportedPosition], None] = lambda call, position: None
     """Prepares the first attempt, or one after a save. ``train`` computes its goal here."""

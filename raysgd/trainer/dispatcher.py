@@ -17,7 +17,7 @@ from raysgd._internal.progress import Progress, ReportedPosition
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
-from raysgd.elastic.call import Call, LoadRequest, LogPoints, WorkerPoint
+from raysgd.elastic.call import Call, LoadRequest, LogPointCollector, WorkerPoint
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import DepartureRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
@@ -136,7 +136,7 @@ class Dispatcher:
             max_failures=max_retries,
             has_batches=True,
             can_pause=True,
-            log_points=LogPoints(request.call_number),
+            log_points=LogPointCollector(request.call_number),
             departure_request=DepartureRequest(call_number=request.call_number),
         )
         controller, seconds, is_paused = self.controller, 0.0, True

@@ -6,7 +6,7 @@ import pytest
 
 from raysgd._internal.progress import LogPoint, Measured, Progress
 from raysgd._internal.step_timing import Totals
-from raysgd.elastic.call import LogPoints
+from raysgd.elastic.call import LogPointCollector
 
 
 class Worker:
@@ -36,7 +36,7 @@ def run():
     def show(parts):
         shown.append((parts[-1][1].global_step, [p.metrics["num_samples"] for _, p in parts]))
 
-    points = LogPoints(7, show)
+    points = LogPointCollector(7, show)
     points.begin(0, [a, b])
 
     def take(*workers, members=(a, b)):
