@@ -78,7 +78,7 @@ class ActorGroup:
             num_workers=num_workers,
             min_workers=min_workers,
             timeout_s=self.options.start_timeout_s,
-            strategy=self.options.strategy,
+            placement_strategy=self.options.placement_strategy,
             is_wanted=lambda: self._is_wanted,
         )
 
@@ -108,7 +108,7 @@ class ActorGroup:
             )
         else:
             actor_class = _actor_class().options(
-                scheduling_strategy=slot.strategy,
+                scheduling_strategy=slot.scheduling_strategy,
                 num_cpus=options.num_cpus,
                 num_gpus=options.num_gpus,
                 resources=dict(options.resources) or None,

@@ -21,7 +21,7 @@ class GroupOptions:
     resources: Mapping[str, float] = field(default_factory=dict)
     use_local: bool = False
     start_timeout_s: float = 100.0
-    strategy: str = "SPREAD"  # how Ray places the workers on nodes
+    placement_strategy: str = "SPREAD"  # how Ray places the workers on nodes
 
     @property
     def bundle(self) -> dict[str, float]:

@@ -43,7 +43,7 @@ class Slot:
 
     def __init__(self, group: PlacementGroup, index: int) -> None:
         self.placement_group = group
-        self.strategy = PlacementGroupSchedulingStrategy(group, index)
+        self.scheduling_strategy = PlacementGroupSchedulingStrategy(group, index)
         self._index = index
         self.last_node_id: str | None = None  # node of the last worker that left this slot
 
@@ -88,10 +88,10 @@ class Reservation:
     """Resources for workers: own placement groups, or the caller's group, as in a Tune trial."""
 
     def __init__(
-        self, group: PlacementGroup, indexes: Iterable[int], owned: bool, strategy: str = "SPREAD"
+        self, group: PlacementGroup, indexes: Iterable[int], owned: bool, is_strict: bool = False
     ) -> None:
         # Single requests cannot add or replace bundles with a strict placement strategy.
-        self._may_grow = owned and not strategy.startswith("STRICT_")
+        self._may_grow = owned and not is_strict
         self.placement_groups = [group] if owned else []  # placement groups that raysgd requested
         self.slots = [Slot(group, index) for index in indexes]
         self._waiting_since: dict[PlacementGroup, float] = {}  # groups that Ray reschedules
@@ -158,7 +158,7 @@ def reserve(
     num_workers: int,
     min_workers: int,
     timeout_s: float,
-    strategy: str = "SPREAD",
+    placement_strategy: str = "SPREAD",
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Reservation:
     """Reserve resources for `min_workers` up to `num_workers` workers, as many as fit.
@@ -180,7 +180,8 @@ def reserve(
     if capacity < min_workers and is_own_cluster():
         raise _no_room("", bundle, min_workers, num_workers)
     largest, sizes = max(min_workers, min(num_workers, capacity)), [min_workers]
-    if strategy.startswith("STRICT_"):  # the group cannot grow later
+    is_strict = placement_strategy.startswith("STRICT_")
+    if is_strict:  # the group cannot grow later
         sizes = list(range(largest, min_workers - 1, -1))
     elif min_workers < num_workers == largest:
         sizes = [num_workers, min_workers]
@@ -188,9 +189,9 @@ def reserve(
         # Spend the remaining time on the minimum.
         left_s = deadline - time.monotonic() if size == min_workers else 0.0
         wait_s = max(left_s, SETTLE_S)
-        group = _request_group([bundle] * size, strategy, wait_s, is_wanted)
+        group = _request_group([dict(bundle)] * size, placement_strategy, wait_s, is_wanted)
         if group is not None:
-            room = Reservation(group, range(size), owned=True, strategy=strategy)
+            room = Reservation(group, range(size), owned=True, is_strict=is_strict)
             return _top_up(room, bundle, num_workers)
     raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
@@ -218,13 +219,13 @@ def _top_up(reservation: Reservation, bundle: Mapping[str, float], num_workers: 
 
 
 def _request_group(
-    bundles: Sequence[Mapping[str, float]],
-    strategy: str,
+    bundles: list[dict[str, float]],
+    placement_strategy: str,
     timeout_s: float,
     is_wanted: Callable[[], bool],
 ) -> PlacementGroup | None:
     """Request a placement group and wait for it. After `timeout_s`, remove it and return None."""
-    group: PlacementGroup = placement_group([dict(bundle) for bundle in bundles], strategy)
+    group: PlacementGroup = placement_group(bundles, placement_strategy)
     is_granted = False
     try:
         started = mentioned = time.monotonic()

@@ -267,9 +267,9 @@ def _as_task(function: Any, node_id: str) -> Callable[..., Any]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    at = NodeAffinitySchedulingStrategy(node_id, soft=False)
     remote: Any = ray.remote
-    task = remote(num_cpus=0, scheduling_strategy=strategy)(function)
+    task = remote(num_cpus=0, scheduling_strategy=at)(function)
     return lambda *arguments: ray.get(task.remote(*arguments))
 
 

@@ -141,7 +141,7 @@ def group_options(
     num_cpus: float = 1,
     num_gpus: float = 0,
     resources: Mapping[str, float] | None = None,
-    strategy: str | None = None,
+    placement_strategy: str | None = None,
 ) -> GroupOptions:
     bounds = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
     if (
@@ -155,6 +155,7 @@ def group_options(
         )
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
         check_number("resources_per_worker", name, amount)
+    spreads = env_flag(TRAIN_ENABLE_WORKER_SPREAD_ENV)
     options = GroupOptions(
         num_workers=bounds[1],
         min_workers=bounds[0],
@@ -162,7 +163,7 @@ def group_options(
         num_gpus=num_gpus,
         resources=dict(resources or {}),
         start_timeout_s=env_seconds(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100.0),
-        strategy="SPREAD" if env_flag(TRAIN_ENABLE_WORKER_SPREAD_ENV) else strategy or "PACK",
+        placement_strategy="SPREAD" if spreads else placement_strategy or "PACK",
     )
     if not options.bundle:
         raise ValueError("A worker must reserve a CPU, a GPU, or another resource.")

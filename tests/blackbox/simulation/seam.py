@@ -196,7 +196,7 @@ class Meeting:
 class Slot:
     """Room for one worker, which is ready while the cluster has enough room."""
 
-    strategy = node_id = last_node_id = None
+    scheduling_strategy = node_id = last_node_id = None
 
     def __init__(self, world, index):
         self.index = index

@@ -48,7 +48,7 @@ class FakeSlot:
     node_id = last_node_id = None
 
     def __init__(self, name):
-        self.strategy = name
+        self.scheduling_strategy = name
 
 
 class FakeReservation:
@@ -165,7 +165,7 @@ def test_workers_that_reserve_no_gpu_see_none(start, num_gpus):
 def test_missing_room_is_requested_once(start):
     group = start(num_workers=4, room=2)
     vacant = group.find_vacant_slots()
-    assert [slot.strategy for slot in vacant] == [2, 3]
+    assert [slot.scheduling_strategy for slot in vacant] == [2, 3]
     assert group.find_vacant_slots() == vacant
     assert len(group.reservation_of_test.slots) == 4
 
@@ -210,7 +210,8 @@ def test_room_on_a_draining_node_is_replaced(start):
     member = group.members[1]
     slot = group.slot_of(member)
     group.notices.announce(member.info.node_id, None)
-    assert [slot.strategy for slot in group.find_vacant_slots()] == [2]  # before the worker leaves
+    vacant = group.find_vacant_slots()  # before the worker leaves
+    assert [slot.scheduling_strategy for slot in vacant] == [2]
     group.discard(member)
     assert slot not in group.find_vacant_slots()
     assert len(group.find_vacant_slots()) == 1

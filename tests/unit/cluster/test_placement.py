@@ -26,7 +26,7 @@ def room(monkeypatch):
 
 def test_workers_start_in_the_bundle_of_their_slot(room):
     further = room.request_slot({"CPU": 1})
-    bundles = [slot.strategy.placement_group_bundle_index for slot in room.slots]
+    bundles = [slot.scheduling_strategy.placement_group_bundle_index for slot in room.slots]
     assert bundles == [0, 1, 2, 0]
     assert (room.slots[-1], further.placement_group) == (further, room.placement_groups[-1])
 
@@ -94,7 +94,7 @@ def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):
     monkeypatch.setattr(placement, "_top_up", lambda room, *_: room)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4})
     asked = {"num_workers": 5, "min_workers": 1, "timeout_s": 1}
-    assert placement.reserve({"CPU": 1}, strategy="STRICT_PACK", **asked) == 2
+    assert placement.reserve({"CPU": 1}, placement_strategy="STRICT_PACK", **asked) == 2
 
 
 @pytest.mark.parametrize("strategy", ["STRICT_PACK", "SPREAD"])
@@ -106,7 +106,7 @@ def test_a_group_with_a_strict_strategy_gets_no_slot_on_another_node(monkeypatch
     for name in ("cluster_resources", "available_resources"):
         monkeypatch.setattr(ray, name, lambda: {"CPU": 1})
     asked = {"num_workers": 1, "min_workers": 1, "timeout_s": 1}
-    room = placement.reserve({"CPU": 1}, strategy=strategy, **asked)
+    room = placement.reserve({"CPU": 1}, placement_strategy=strategy, **asked)
     assert (room.request_slot({"CPU": 1}) is None) == (strategy == "STRICT_PACK")
 
 

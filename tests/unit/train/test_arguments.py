@@ -62,10 +62,10 @@ def test_workers_are_packed_unless_arguments_or_the_environment_say_otherwise(mo
     monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
     monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "7")
     options = group_options(2)
-    assert (options.strategy, options.start_timeout_s) == ("PACK", 7)
-    assert group_options(2, strategy="STRICT_PACK").strategy == "STRICT_PACK"
+    assert (options.placement_strategy, options.start_timeout_s) == ("PACK", 7)
+    assert group_options(2, placement_strategy="STRICT_PACK").placement_strategy == "STRICT_PACK"
     monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", "1")
-    assert group_options(2, strategy="PACK").strategy == "SPREAD"
+    assert group_options(2, placement_strategy="PACK").placement_strategy == "SPREAD"
 
 
 def executor(use_gpu, resources):
