@@ -26,7 +26,7 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_components import DriverComponents
 from raysgd.elastic.group_forming import GroupForming
-from raysgd.elastic.policies import Policy, newest_progress
+from raysgd.elastic.policies import Policy
 from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
 from raysgd.elastic.supervision import Supervision
 
@@ -179,17 +179,16 @@ class Controller:
                 try:
                     return forming.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
-                    status.progress = before
+                    status.update(before)
                     raise
             case Do.RESCUE_STATE:
-                status.progress = self.snapshots.rescue(components.commands) or status.progress
+                status.update(self.snapshots.rescue(components.commands))
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
                 assert self._supervision.attempt is not None
                 components.commands.interrupt(self._supervision.attempt)
-                if answers := components.commands.ask_progress().values():
-                    status.progress = newest_progress(answers)
+                status.update(*components.commands.ask_progress().values())
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):
@@ -204,8 +203,7 @@ class Controller:
                 if lost:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
-                    known = status.progress, self._supervision.progress_before
-                    status.progress = newest_progress(known)
+                    status.update(status.progress, self._supervision.progress_before)
                 raise status.failure(components.call, why, *next(iter(lost.items()), ()))
         return None
 
@@ -241,7 +239,8 @@ class Controller:
             try:
                 self._supervision.begin(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
-                    self._awaits_load, self.status.progress = False, before
+                    self._awaits_load = False
+                    self.status.update(before)
                     self._components.discard_members()
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()

@@ -61,11 +61,12 @@ class GroupForming:
             return event
         self._components.share_balancer.observe(answers)
         leader, staying = choose_leader({m: answers[m] for m in self._group.members}, leaving)
-        self._status.progress = progress = answers[leader]
+        self._status.update(answers[leader])
         # Without a snapshot, remote workers start again from `setup`.
         can_restart = self._components.snapshots.receive() or not self._group.options.is_inline
         can_restart = can_restart and not self._components.call.replaces_state
-        if progress.holdings.condition == "damaged" and policy.keeps_snapshots and can_restart:
+        is_damaged = answers[leader].holdings.condition == "damaged"
+        if is_damaged and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
             return state_machine.StateLost(why=why)
         joining = [member for member in joining if member in answers]
@@ -190,8 +191,8 @@ class GroupForming:
                 return False
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of departed workers.
-        self._status.progress, results = progress, self._components.call.departed_results
-        step = progress.position.global_step
+        self._status.update(progress)
+        step, results = progress.position.global_step, self._components.call.departed_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
         if not (self._components.policy.survivors_stay and self._components.elastic.grow):

@@ -14,6 +14,7 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
+from raysgd.elastic.policies import newest_progress
 from raysgd.errors import WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class GroupStatus:
     """Ranks of the members of the newest generation, including lost ones."""
     generation: int = 0
     progress: Progress = field(default_factory=Progress)
-    """The newest known progress: of an event, or of the survivors who form a group."""
+    """The newest known progress. Only `update` sets it."""
     events: list[Event] = field(default_factory=list)
     interruption: str = ""
     """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""
@@ -68,6 +69,11 @@ class GroupStatus:
     @property
     def position(self) -> ReportedPosition:
         return self.progress.position
+
+    def update(self, *reported: Progress | None) -> None:
+        """Set the progress to the newest of those that are reported, if there are any."""
+        known = [each for each in reported if each is not None]
+        self.progress = newest_progress(known) if known else self.progress
 
     def record(
         self,

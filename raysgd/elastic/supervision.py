@@ -135,9 +135,8 @@ class Supervision:
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         call.log_points.add(progress, self._group.members)
-        self._status.progress = polled or self._status.progress
+        self._status.update(*(progress.values() or [polled]))
         if progress:
-            self._status.progress = newest_progress(list(progress.values()))
             self._components.advance(progress)
         if attempt.has_failed:
             return self._failure(call, attempt)

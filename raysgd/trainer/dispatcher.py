@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from raysgd._internal.context import Request
 from raysgd._internal.nonfinite import nonfinite_loss
-from raysgd._internal.progress import Progress, ReportedPosition
+from raysgd._internal.progress import ReportedPosition
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
@@ -65,6 +65,8 @@ class Dispatcher:
     """Call number of a validation that has not returned."""
     _has_bad_loss: bool = False
     """Whether the newest metrics had a loss that is not finite."""
+    _log_position: ReportedPosition | None = None
+    """Where the workers were at the point that `on_log` receives."""
 
     def check_open(self, changes_state: bool = False) -> None:
         """Check that the trainer may call its workers, and change the state if `changes_state`."""
@@ -84,6 +86,11 @@ class Dispatcher:
                 f"This {self.trainer_name} is shut down, and its state is gone. Call save() or "
                 "get_model() before shutdown(), and create a new trainer."
             )
+
+    @property
+    def position(self) -> ReportedPosition:
+        """The position of the group, or in `on_log` that of the point."""
+        return self._log_position or self.controller.status.position
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -153,7 +160,7 @@ class Dispatcher:
             call.on_wait = call.log_points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
         assert call.first_position is not None
-        position, speed = controller.status.position, controller.speed.end_lap("train")
+        position, speed = self.position, controller.speed.end_lap("train")
         results += [outcome.unpack() for outcome in call.departed_results]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
@@ -183,21 +190,18 @@ class Dispatcher:
         packed = [point.metrics for _, point in points if point.metrics is not None]
         if not packed:
             return
-        newest, status, timing = points[-1][1], self.controller.status, dict(points)
+        newest, timing = points[-1][1], dict(points)
         members = [member for member in self.controller.members if member in timing]
         speed = self.controller.speed.end_lap("step", {m: timing[m].timing for m in members})
         call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
-        # Until `on_log` returns, the trainer has the epoch and the step of the point.
-        committed = status.progress
-        position = ReportedPosition(epoch=newest.epoch, global_step=newest.global_step)
-        status.progress = Progress(position, updates=committed.updates)
+        self._log_position = ReportedPosition(epoch=newest.epoch, global_step=newest.global_step)
         try:
             measured = [each.unpack() if isinstance(each, Parcel) else each for each in packed]
             merged = self._merge(measured)
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
             self.callback_list.call_hook("on_log", trainer, call, metrics)
         finally:
-            status.progress = committed
+            self._log_position = None
 
     def _report_bad_steps(self, trainer: Trainer) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
@@ -225,7 +229,7 @@ class Dispatcher:
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
                 "the first such step. A CheckpointCallback keeps the last finite state.",
                 bad,
-                self.controller.status.position.global_step,
+                self.position.global_step,
             )
         self._has_bad_loss = bool(bad)
         return merged
@@ -243,12 +247,12 @@ class Dispatcher:
             request = replace(request, call_number=self._unfinished_validation)
         self._unfinished_validation = request.call_number
         on_wait = self.callback_list.watch(trainer, "validate")
-        start = 0 if request.from_start else self.controller.status.position.validation_offset
+        start = 0 if request.from_start else self.position.validation_offset
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_wait=on_wait)
         seconds = time.perf_counter() - started
         self._unfinished_validation = None
         merged = self._merge(results)
-        is_complete = start == self.controller.status.position.validation_offset == 0
+        is_complete = start == self.position.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
         return CallResult(results, merged, False, last_call)

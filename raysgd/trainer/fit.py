@@ -228,7 +228,7 @@ class FitLoop:
 
     @property
     def num_completed(self) -> int:
-        return self.dispatcher.controller.status.position.epoch
+        return self.dispatcher.position.epoch
 
     @property
     def is_due(self) -> bool:
@@ -241,12 +241,12 @@ class FitLoop:
     @property
     def lacks_validation(self) -> bool:
         """Whether the validation of the newest epoch is missing, and no training followed."""
-        if self._due_at == self.dispatcher.controller.status.position.global_step:
+        if self._due_at == self.dispatcher.position.global_step:
             return True
         return self.num_completed > self._num_validated and self.is_due
 
     def _set_due_validation(self, is_due: bool) -> None:
-        self._due_at = self.dispatcher.controller.status.position.global_step if is_due else None
+        self._due_at = self.dispatcher.position.global_step if is_due else None
 
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""

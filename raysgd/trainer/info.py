@@ -12,6 +12,7 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
+from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.state import StateTransfer
 
 
@@ -25,6 +26,7 @@ class TrainerInfo:
 
     _options: Options
     _controller: Controller
+    _dispatcher: Dispatcher
     _keeps_batch: bool
     _transfer: StateTransfer
 
@@ -60,7 +62,7 @@ class TrainerInfo:
     )
     logdir: Path | None = forward_to("_logdir", "The run folder.")
     global_step: int = forward_to(
-        "_controller.status.position.global_step", "Finished training steps of all calls."
+        "_dispatcher.position.global_step", "Finished training steps of all calls."
     )
     split: int = forward_to(
         "_controller.status.progress.updates.split",
@@ -82,7 +84,7 @@ class TrainerInfo:
     @property
     def epoch(self) -> int:
         """The current or just finished epoch, counted from 1. 0 before the first epoch."""
-        position = self._controller.status.position
+        position = self._dispatcher.position
         return position.epoch + position.in_epoch
 
     @property

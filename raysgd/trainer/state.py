@@ -97,7 +97,7 @@ class StateTransfer:
         controller, snapshot = self.dispatcher.controller, None
         if not controller.members and controller.can_restart():
             snapshot = controller.snapshots.load()
-        step = controller.status.position.global_step
+        step = self.dispatcher.position.global_step
         kept_step = (snapshot or {}).get("global_step", 0)
         lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
         if not snapshot or kept_step < step or lacks:

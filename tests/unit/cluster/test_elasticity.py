@@ -124,7 +124,7 @@ def test_the_progress_of_survivors_is_known_before_they_continue(world):
     def note():
         event = controller.events[-1]
         if event.kind == "lost":
-            controller.status.progress = Progress()  # the survivors have not answered yet
+            controller.status.update(Progress())  # the survivors have not answered yet
         if event.kind == "resumed":
             behind.append(event.step - controller.status.position.global_step)
 
