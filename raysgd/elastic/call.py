@@ -30,7 +30,7 @@ class LogPointCollector:
     _pending: dict[tuple[int, Any], LogPoint] = field(default_factory=dict)  # by step and worker
     _newest_steps: dict[Any, int] = field(default_factory=dict)
     """The newest point of each worker, or the step at which the worker has joined."""
-    acknowledged_step: int = -1
+    acknowledged_step: int = sys.maxsize
     """The newest step whose points were shown. Workers release their points up to it."""
 
     def begin(self, step: int, members: Sequence[Any]) -> None:
@@ -85,14 +85,11 @@ class Call:
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Bar]], None] | None = None
     """Receives the progress of all workers while the call runs."""
-    log_points: LogPointCollector = field(
-        default_factory=lambda: LogPointCollector(acknowledged_step=sys.maxsize)
-    )
+    log_points: LogPointCollector = field(default_factory=LogPointCollector)
     """Collects what the workers measure while the call runs. By default, they release it."""
-    on_begin: Callable[[Call, ReportedPosition], None] = lambda call, position: None
-    """Prepares the first attempt, or one after a save. ``train`` computes its goal here."""
-    first_position: ReportedPosition | None = None
-    """Where the first attempt of ``train`` began."""
+    set_goal: Callable[[ReportedPosition, bool], Request] | None = None
+    """Returns the request with its goal, for the first attempt and after a save. The arguments are
+    the position, and whether callbacks save as soon as possible."""
     replay: Callable[[ReportedPosition], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
@@ -103,8 +100,6 @@ class Call:
     """Where and why workers were lost."""
     departed_results: list[Any] = field(default_factory=list)
     """Outcomes of the `departure_request` of workers that have left."""
-    must_save_soon: bool = False
-    """Whether callbacks save as soon as possible, because workers will be preempted."""
 
     @property
     def name(self) -> str:

@@ -51,6 +51,8 @@ class Supervision:
         """The newest attempt, or None before the first worker receives the call."""
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
+        self._callbacks_save = False
+        """Whether callbacks save as soon as possible, because workers will be preempted."""
 
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
@@ -96,13 +98,14 @@ class Supervision:
     def _choose_call(self, action: RunCall) -> Call:
         call, preemption = self._components.call, self._components.preemption
         if preemption.must_save and call.can_pause:
-            preemption.must_save, call.must_save_soon = False, True
+            preemption.must_save, self._callbacks_save = False, True
         if action.is_replay:
             assert self._replay is not None
             return self._replay
-        if action.sets_goal:
+        if action.sets_goal and call.set_goal is not None:
             newest = newest_progress([self._status.progress, self.progress_before])
-            call.on_begin(call, newest.position)
+            call.request = call.set_goal(newest.position, self._callbacks_save)
+            self._callbacks_save = False
         return call
 
     def _prepare(

@@ -61,6 +61,8 @@ class Dispatcher:
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Workers recognize a repeated call by its number."""
     _newest_training: TrainRequest | None = None
+    _train_start: ReportedPosition | None = None
+    """Where the newest call of train began."""
     _unfinished_validation: int | None = None
     """Call number of a validation that has not returned."""
     _has_bad_loss: bool = False
@@ -136,14 +138,14 @@ class Dispatcher:
         num_steps: int | None,
         max_retries: int,
     ) -> CallResult:
-        request = replace(request, until_nan=self._ends_at_nan)
+        request, self._train_start = replace(request, until_nan=self._ends_at_nan), None
         call = Call(
             request=request,
-            on_begin=partial(self._set_goal, request, num_steps),
+            set_goal=partial(self._set_goal, request, num_steps),
             max_failures=max_retries,
             has_batches=True,
             can_pause=True,
-            log_points=LogPointCollector(request.call_number),
+            log_points=LogPointCollector(request.call_number, acknowledged_step=-1),
             departure_request=DepartureRequest(call_number=request.call_number),
         )
         controller, seconds, is_paused = self.controller, 0.0, True
@@ -159,22 +161,26 @@ class Dispatcher:
         finally:
             call.on_wait = call.log_points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
-        assert call.first_position is not None
+        assert self._train_start is not None
         position, speed = self.position, controller.speed.end_lap("train")
         results += [outcome.unpack() for outcome in call.departed_results]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
-        return CallResult(results, merged, position.epoch > call.first_position.epoch, last_call)
+        return CallResult(results, merged, position.epoch > self._train_start.epoch, last_call)
 
     def _set_goal(
-        self, request: TrainRequest, num_steps: int | None, call: Call, position: ReportedPosition
-    ) -> None:
-        """Set the goal of a call of ``train``, and the step of its next pause.
+        self,
+        request: TrainRequest,
+        num_steps: int | None,
+        position: ReportedPosition,
+        must_save: bool,
+    ) -> TrainRequest:
+        """Return the request with the goal of a call of ``train``, and the step of its next pause.
 
         `num_steps` is the number of steps to train. None means the rest of the epoch.
         """
-        start = call.first_position = call.first_position or position
-        pause = self.callback_list.schedule_pause(position.global_step, call.must_save_soon)
+        start = self._train_start = self._train_start or position
+        pause = self.callback_list.schedule_pause(position.global_step, must_save)
         if num_steps is None:
             request = replace(request, until_epoch=start.epoch + 1)
         else:
@@ -182,8 +188,8 @@ class Dispatcher:
             request = replace(request, until_step=min(goals))
         info, start_step = dict(request.info), start.global_step
         request = replace(request, info=info, start_step=start_step, callback_pause=pause)
-        call.request = self._newest_training = request
-        call.must_save_soon = False
+        self._newest_training = request
+        return request
 
     def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:
         """Pass the metrics of a point to callbacks."""

@@ -125,8 +125,8 @@ class Driver:
         """Train a number of steps, in a call that computes its goal itself."""
         request = TrainRequest(call_number=0)
         dispatcher = Dispatcher(self.controller, CallbackList(), "Trainer")
-        begin = partial(dispatcher._set_goal, request, num_steps)
-        call = Call(request=request, on_begin=begin, has_batches=True, can_pause=True)
+        set_goal = partial(dispatcher._set_goal, request, num_steps)
+        call = Call(request=request, set_goal=set_goal, has_batches=True, can_pause=True)
         outcomes = self.controller.run(call)
         return [outcome.progress.position.global_step for outcome in outcomes]
 

@@ -36,7 +36,7 @@ def run():
     def show(parts):
         shown.append((parts[-1][1].global_step, [p.metrics["num_samples"] for _, p in parts]))
 
-    points = LogPointCollector(7, show)
+    points = LogPointCollector(7, show, acknowledged_step=-1)
     points.begin(0, [a, b])
 
     def take(*workers, members=(a, b)):
