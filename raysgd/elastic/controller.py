@@ -192,7 +192,13 @@ class Controller:
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):
-                self._remove_lost(lost)
+                for member, error in lost.items():
+                    rank, cause = status.ranks.get(member, -1), cause_of(member, error)
+                    status.record("lost", [member], cause=cause)
+                    components.call.causes.append(f"worker {rank} on {member.name}: {cause}")
+                    self._scale_up.expect_replacement(member)
+                    self._group.discard(member)
+                components.call.num_failures = self.state.budget.num_failures
             case state_machine.DiscardWorkers(why):
                 if why:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
@@ -274,19 +280,6 @@ class Controller:
         if not self.is_shut_down:
             self._react(state_machine.StopRequested())
             self._components.commands.interrupt_and_send(request)
-
-    # ---- losses
-
-    def _remove_lost(self, lost: state_machine.LostWorkers) -> None:
-        call = self._components.call
-        for member, error in lost.items():
-            rank, cause = self.status.ranks.get(member, -1), cause_of(member, error)
-            self.status.record("lost", [member], cause=cause)
-            call.causes.append(f"worker {rank} on {member.name}: {cause}")
-            self._scale_up.expect_replacement(member)
-            self._group.discard(member)
-        call.num_failures = self.state.budget.num_failures
-        self._scale_up.start_cooldown()
 
     # ---- methods for trainers
 

@@ -155,8 +155,9 @@ class ScaleUp:
             self.advance()
 
     def expect_replacement(self, member: WorkerHandle) -> None:
-        """Let the replacement of a lost member join without the cooldown."""
+        """Let the replacement of a lost member join without the cooldown, which begins now."""
         self._lost_slots.append(self.group.slot_of(member))
+        self._resized_at = self.group.clock.monotonic()
         self.reset_failures()
 
     def reset_failures(self) -> None:
@@ -169,10 +170,6 @@ class ScaleUp:
         if not self.config.grow or is_full or not self._has_cooled_down():
             return False
         return any(slot.is_ready for slot in self.group.find_vacant_slots())
-
-    def start_cooldown(self) -> None:
-        """Start the cooldown after a change of the group size."""
-        self._resized_at = self.group.clock.monotonic()
 
     def _has_cooled_down(self) -> bool:
         return self.group.clock.monotonic() - self._resized_at >= self.config.resize_cooldown_s
@@ -355,4 +352,4 @@ class ScaleUp:
         self.is_first = False
         if members:
             self.reset_failures()
-        self.start_cooldown()
+        self._resized_at = self.group.clock.monotonic()

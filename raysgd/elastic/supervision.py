@@ -77,7 +77,16 @@ class Supervision:
         self.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
             self._commands.pause_at(None)
-        call = self._choose_call(action)
+        call, preemption = self._components.call, self._components.preemption
+        if preemption.must_save and call.can_pause:
+            preemption.must_save, self._callbacks_save = False, True
+        if action.is_replay:
+            assert self._replay is not None
+            call = self._replay
+        elif action.sets_goal and call.set_goal is not None:
+            newest = newest_progress([self._status.progress, self.progress_before])
+            call.request = call.set_goal(newest.position, self._callbacks_save)
+            self._callbacks_save = False
         members = list(
             self._group.members if call.rank is None else [self._group.members[call.rank]]
         )
@@ -94,19 +103,6 @@ class Supervision:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
         return self._conclude(call, action, attempt, polled)
-
-    def _choose_call(self, action: RunCall) -> Call:
-        call, preemption = self._components.call, self._components.preemption
-        if preemption.must_save and call.can_pause:
-            preemption.must_save, self._callbacks_save = False, True
-        if action.is_replay:
-            assert self._replay is not None
-            return self._replay
-        if action.sets_goal and call.set_goal is not None:
-            newest = newest_progress([self._status.progress, self.progress_before])
-            call.request = call.set_goal(newest.position, self._callbacks_save)
-            self._callbacks_save = False
-        return call
 
     def _prepare(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack

@@ -169,18 +169,14 @@ class Dispatcher:
         return CallResult(results, merged, position.epoch > self._train_start.epoch, last_call)
 
     def _set_goal(
-        self,
-        request: TrainRequest,
-        num_steps: int | None,
-        position: ReportedPosition,
-        must_save: bool,
+        self, request: TrainRequest, num_steps: int | None, position: ReportedPosition, saves: bool
     ) -> TrainRequest:
         """Return the request with the goal of a call of ``train``, and the step of its next pause.
 
         `num_steps` is the number of steps to train. None means the rest of the epoch.
         """
         start = self._train_start = self._train_start or position
-        pause = self.callback_list.schedule_pause(position.global_step, must_save)
+        pause = self.callback_list.schedule_pause(position.global_step, saves)
         if num_steps is None:
             request = replace(request, until_epoch=start.epoch + 1)
         else:
