@@ -58,7 +58,8 @@ class Supervision:
         """Return whether steps were lost with all workers and a call can repeat them."""
         before, call = self.progress_before.position, self._components.call
         step = self._status.position.global_step
-        if step >= before.global_step or not (call.has_batches or call.replay):
+        can_repeat = call.has_batches or (call.replay and not call.replaces_state)
+        if step >= before.global_step or not can_repeat:
             return False
         if not self._has_warned:
             self._has_warned = True
@@ -87,9 +88,8 @@ class Supervision:
             newest = newest_progress([self._status.progress, self.progress_before])
             call.request = call.set_goal(newest.position, self._callbacks_save)
             self._callbacks_save = False
-        members = list(
-            self._group.members if call.rank is None else [self._group.members[call.rank]]
-        )
+        everyone, rank = self._group.members, call.rank
+        members = list(everyone) if rank is None else [everyone[rank]]
         with contextlib.ExitStack() as stack:
             packed, inbox = self._prepare(call, members, stack)
             self.attempt = attempt = Attempt({}, self._clock)

@@ -17,7 +17,7 @@ from raysgd._internal.progress import ReportedPosition
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
-from raysgd.elastic.call import Call, LoadRequest, LogPointCollector, WorkerPoint
+from raysgd.elastic.call import Call, LogPointCollector, WorkerPoint
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import DepartureRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
@@ -112,9 +112,8 @@ class Dispatcher:
     def run(self, request: Request, changes_state: bool = False, **options: Any) -> list[Any]:
         """Run a call with these options of `Call`, and return the answers by rank."""
         self.check_open(changes_state)
-        call = Call(request=request, **{"max_failures": _MAX_FAILURES, **options})
-        if not isinstance(request, LoadRequest):
-            call.replay = self._replay_of
+        options = {"max_failures": _MAX_FAILURES, **options}
+        call = Call(request=request, replay=self._replay_of, **options)
         return [outcome.unpack() for outcome in self.controller.run(call)]
 
     def _replay_of(self, position: ReportedPosition) -> Call | None:
