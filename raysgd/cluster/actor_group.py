@@ -175,16 +175,17 @@ class ActorGroup:
 
         return placement.describe_demand(self.options.bundle)
 
-    def discard(self, member: WorkerHandle) -> None:
-        """Stop a worker and free its slot."""
-        if not member.is_remote:
-            member.submit_control(Worker.interrupt)
-            self.clock.wait([member.submit_work(Worker.teardown)], _TEARDOWN_S)
-        member.kill()
-        if (slot := self._slots.pop(member, None)) is not None:
-            slot.last_node_id = member.info.node_id or None
-        if member in self.members:
-            self.members.remove(member)
+    def discard(self, *workers: WorkerHandle) -> None:
+        """Stop workers and free their slots."""
+        for worker in workers:
+            if not worker.is_remote:
+                worker.submit_control(Worker.interrupt)
+                self.clock.wait([worker.submit_work(Worker.teardown)], _TEARDOWN_S)
+            worker.kill()
+            if (slot := self._slots.pop(worker, None)) is not None:
+                slot.last_node_id = worker.info.node_id or None
+            if worker in self.members:
+                self.members.remove(worker)
 
     def sort_by_node(self, members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
         """Return the workers grouped by node. Within a node, keep their order."""

@@ -27,8 +27,7 @@ def start(group: ActorGroup, num_workers: int) -> None:
     try:
         _locate(members, group)
     except BaseException:
-        for member in members:
-            group.discard(member)
+        group.discard(*members)
         raise
     group.members += members
 

@@ -60,7 +60,6 @@ class Controller:
         self._pid = os.getpid()
         self._group, self.members = group, group.members
         self.min_workers = group.options.min_workers
-        self._backend = backend
         elastic = elastic or ElasticConfig()
         group.watch_hosts(elastic.driver_grace_s, stops_calls=supports_live_join)
         self.policy = Policy(
@@ -113,8 +112,8 @@ class Controller:
             try:
                 self._group.shutdown(force)
             finally:
-                if self._backend is not None:
-                    self._backend.close()
+                if (backend := self._components.backend) is not None:
+                    backend.close()
 
     @contextlib.contextmanager
     def _aborting_on_error(self) -> Iterator[None]:
@@ -204,7 +203,7 @@ class Controller:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
                     logger.warning(text, why)
                 self._scale_up.discard()
-                components.discard_members()
+                self._group.discard(*self.members)
             case state_machine.Fail(why, lost):
                 if lost:
                     self._scale_up.advance_if_allowed()
@@ -247,7 +246,7 @@ class Controller:
                 if self._awaits_load:  # a load failed: the next call restarts the workers
                     self._awaits_load = False
                     self.status.update(before)
-                    self._components.discard_members()
+                    self._group.discard(*self.members)
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()
 

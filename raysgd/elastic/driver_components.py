@@ -63,7 +63,3 @@ class DriverComponents:
         leaving = self.preemption.due_to_leave(len(ready))
         num_vacant = self.group.options.num_workers - len(self.group.members) + len(leaving)
         return ready[:num_vacant], leaving
-
-    def discard_members(self) -> None:
-        for member in list(self.group.members):
-            self.group.discard(member)

@@ -104,8 +104,7 @@ class GroupForming:
         self._scale_up.forget_joined(joining)
         seconds = self._clock.monotonic() - began
         self.collect_departing(departing)
-        for member in departing:
-            self._group.discard(member)
+        self._group.discard(*departing)
         cause = "; ".join(f"a worker has left {member.name}" for member in departing)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
         self._status.record(kind, joining or entering, cause=cause, seconds=seconds)
@@ -129,7 +128,7 @@ class GroupForming:
         began, is_first = self._clock.monotonic(), self._scale_up.is_first
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
         num_before = len(self._group.members)
-        self._components.discard_members()
+        self._group.discard(*self._group.members)
         self._scale_up.begin_start()
         while not self._start_group(min_workers):
             pass  # the next attempt replaces the lost workers

@@ -85,8 +85,7 @@ class WorkerGroup:
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
         """Stop some workers, and renumber the others. `add_workers` can use the free resources."""
-        for member in dict.fromkeys([self._member(index) for index in worker_indexes]):
-            self._group.discard(member)
+        self._group.discard(*dict.fromkeys([self._member(index) for index in worker_indexes]))
 
     def __len__(self) -> int:
         return len(self._group.members)

@@ -578,14 +578,14 @@ class SimGroup(ActorGroup):
         super().__init__(options, clock=SimClock(world))
         self._world = world
 
-    def discard(self, member):
-        if (driver := self._world.driver) is not None:
-            stays = driver.controller.policy.survivors_stay
+    def discard(self, *members):
+        for member in members if self._world.driver is not None else ():
+            stays = self._world.driver.controller.policy.survivors_stay
             is_fine = not (member.dead or member.silent or member.deaf)
             is_fine = is_fine and member.condition == "good"
             is_fine = is_fine and not self.notices.leaving([member])
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"
-        super().discard(member)
+        super().discard(*members)
 
     def _reserve(self, num_workers, min_workers):
         limit_s = self.options.start_timeout_s
