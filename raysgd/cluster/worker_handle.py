@@ -71,9 +71,7 @@ class WorkerHandle(ABC):
 
     def exit_process(self, timeout_s: float) -> Future[bool]:
         """Ask the process to exit. The result is True if it exits within `timeout_s`."""
-        ended: Future[bool] = Future()
-        ended.set_result(True)
-        return ended
+        raise NotImplementedError  # only a worker in another process exits
 
     def kill_process(self) -> None:
         """Kill the worker even if its process is stopped."""
@@ -85,9 +83,7 @@ class WorkerHandle(ABC):
 
     def ask_if_stopped(self) -> Future[bool]:
         """Ask the worker's node whether the process is stopped, for example by SIGSTOP."""
-        running: Future[bool] = Future()
-        running.set_result(False)
-        return running
+        raise NotImplementedError  # a worker in the driver's process always answers
 
     @property
     def name(self) -> str:

@@ -78,9 +78,7 @@ class HealthMonitor:
         waited_s = now - self._moved_at
         if waited_s >= _STANDSTILL_S and not self._has_shown:
             self._has_shown = True
-            asked = {
-                member: member.submit_control(Worker.stacks) for member in self.attempt.pending
-            }
+            asked = {m: m.submit_control(Worker.stacks) for m in self.attempt.pending}
             self.clock.wait(asked.values(), _STACKS_S)
             answers, none = results_of(asked), "no answer: the process is stopped or gone"
             stacks = [

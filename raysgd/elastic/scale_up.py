@@ -167,9 +167,8 @@ class ScaleUp:
     def request_room(self) -> bool:
         """Request resources if the group may grow. Return whether some are free."""
         is_full = len(self.group.members) >= self.group.options.num_workers
-        if not self.config.grow or is_full or not self._has_cooled_down():
-            return False
-        return any(slot.is_ready for slot in self.group.find_vacant_slots())
+        may_grow = self.config.grow and not is_full and self._has_cooled_down()
+        return may_grow and any(slot.is_ready for slot in self.group.find_vacant_slots())
 
     def _has_cooled_down(self) -> bool:
         return self.group.clock.monotonic() - self._resized_at >= self.config.resize_cooldown_s
