@@ -137,14 +137,28 @@ class Supervision:
         self._status.update(*(progress.values() or [polled]))
         if progress:
             self._components.advance(progress)
-        if attempt.has_failed:
-            return self._failure(call, attempt)
-        paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
-        is_complete = not paused and not action.is_replay
-        if is_complete:
-            self._components.snapshots.await_changes()
-        outcomes = [attempt.outcomes[member] for member in attempt.members]
-        return CallReturned(outcomes=outcomes, is_complete=is_complete)
+        if not attempt.has_failed:
+            paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
+            is_complete = not paused and not action.is_replay
+            if is_complete:
+                self._components.snapshots.await_changes()
+            outcomes = [attempt.outcomes[member] for member in attempt.members]
+            return CallReturned(outcomes=outcomes, is_complete=is_complete)
+        member, outcome = attempt.first_error or (None, None)
+        self._split = 0 if outcome is None else outcome.split
+        if member and outcome and outcome.split:  # memory ran out
+            cause = repr(outcome.unpack())
+            self._status.record("split", [member], cause=cause, factor=outcome.split)
+        if attempt.lost:
+            return WorkersLost(lost=attempt.lost)
+        is_stopped = attempt.needs_new_group and outcome is None
+        can_repeat = call.has_batches or call.max_failures > 0
+        if self._split or (is_stopped and can_repeat):
+            return CallFailed()
+        error = attempt.make_error()
+        if member is not None:
+            self._status.record("user_error", [member], cause=repr(error))
+        return CallFailed(error=error)
 
     @contextlib.contextmanager
     def _showing_progress(self, call: Call) -> Iterator[None]:
@@ -170,24 +184,6 @@ class Supervision:
             call.on_wait([each.bar for each in progress.values()])
         call.log_points.add(progress, self._group.members)
         return progress
-
-    def _failure(self, call: Call, attempt: Attempt) -> GroupEvent:
-        """Return the event of a failed attempt, and decide whether to repeat the call."""
-        member, outcome = attempt.first_error or (None, None)
-        self._split = 0 if outcome is None else outcome.split
-        if member and outcome and outcome.split:  # memory ran out
-            cause = repr(outcome.unpack())
-            self._status.record("split", [member], cause=cause, factor=outcome.split)
-        if attempt.lost:
-            return WorkersLost(lost=attempt.lost)
-        is_stopped = attempt.needs_new_group and outcome is None
-        can_repeat = call.has_batches or call.max_failures > 0
-        if self._split or (is_stopped and can_repeat):
-            return CallFailed()
-        error = attempt.make_error()
-        if member is not None:
-            self._status.record("user_error", [member], cause=repr(error))
-        return CallFailed(error=error)
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
