@@ -235,7 +235,7 @@ def inboxes():
     yield
     seam = sys.modules.get("tests.blackbox.simulation.seam")
     while seam and seam.DRIVERS:
-        seam.DRIVERS.pop().controller.snapshots.keep()
+        seam.DRIVERS.pop().controller.snapshots.replace_with()
 
 
 @pytest.fixture(scope="session")

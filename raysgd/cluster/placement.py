@@ -269,16 +269,16 @@ def _reserve_within(
     """Reserve resources in the placement group of the caller, which never grows."""
     held = ray.get_runtime_context().worker.core_worker.resource_ids()
     unused = _subtract(group.bundle_specs, held)
-    num_beside = sum(workers_that_fit(each, bundle) for each in unused)
-    if num_beside < min_workers:
+    num_fitting = sum(workers_that_fit(each, bundle) for each in unused)
+    if num_fitting < min_workers:
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_format(bundle)} each in the placement "
-            f"group of this trainer, which has room for {num_beside} next to the caller. Give the "
+            f"group of this trainer, which has room for {num_fitting} next to the caller. Give the "
             "group a bundle for each worker. In Ray Tune, pass trainer.as_trainable() to the "
             "Tuner, or wrap your function in tune.with_resources(...)."
         )
-    _warn_of_few(num_beside, num_workers, bundle, "The placement group of this trainer has")
-    return Reservation(group, [-1] * min(num_beside, num_workers), owned=False)
+    _warn_of_few(num_fitting, num_workers, bundle, "The placement group of this trainer has")
+    return Reservation(group, [-1] * min(num_fitting, num_workers), owned=False)
 
 
 def _warn_of_few(number: int, wanted: int, bundle: Mapping[str, float], where: str) -> None:

@@ -106,7 +106,7 @@ class Controller:
         if os.getpid() != self._pid:  # the workers belong to the parent process
             return
         try:
-            self.snapshots.keep()
+            self.snapshots.replace_with()
             self._scale_up.discard()
         finally:
             try:
@@ -209,7 +209,7 @@ class Controller:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
                     status.update(status.progress, self._supervision.progress_before)
-                raise status.failure(components.call, why, *next(iter(lost.items()), ()))
+                raise status.make_error(components.call, why, *next(iter(lost.items()), ()))
         return None
 
     # ---- calls
@@ -229,7 +229,7 @@ class Controller:
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
         before, end = self.status.progress, None
         try:
-            self._supervision.begin(call)
+            self._supervision.set_call(call)
             with self._aborting_on_error():
                 if len(self.members) < min_workers:
                     self._scale_up.reset_failures()  # once per call, to limit the attempts
@@ -242,7 +242,7 @@ class Controller:
         finally:
             end = None  # an error refers to this frame, which would be a cycle
             try:
-                self._supervision.begin(Call())
+                self._supervision.set_call(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
                     self._awaits_load = False
                     self.status.update(before)

@@ -28,23 +28,23 @@ class DriverComponents:
         self,
         group: ActorGroup,
         backend: CollectiveBackend | None,
-        elastic: ElasticConfig,
+        config: ElasticConfig,
         policy: Policy,
         create_arguments: Sequence[Any],
         timeout_s: float,
         check_open: Callable[[], None],
     ) -> None:
-        self.group, self.backend, self.elastic = group, backend, elastic
+        self.group, self.backend, self.config = group, backend, config
         self.policy, self.timeout_s, self.check_open = policy, timeout_s, check_open
         self.status = status = GroupStatus(group, policy.survivors_stay)
         self.commands = Commands(group, status, check_open, timeout_s)
         self.snapshots = SnapshotKeeper(group)
         self.preemption = PreemptionWatch(group, status, policy.supports_live_join)
-        self.scale_up = ScaleUp(group, elastic, status, policy, create_arguments, timeout_s)
-        self.share_balancer = ShareBalancer(group, elastic, status)
+        self.scale_up = ScaleUp(group, config, status, policy, create_arguments, timeout_s)
+        self.share_balancer = ShareBalancer(group, config, status)
         self.speed = SpeedMonitor(group)
         self.call = Call()
-        """The running call. Only `Supervision.begin` sets it."""
+        """The running call. Only `Supervision.set_call` sets it."""
 
     def advance(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Let the components check the group, without waiting.

@@ -54,10 +54,10 @@ class GroupForming:
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
-            return self._discard_replacements_in(lost)
+            return self._discard_pending(lost)
         joining, leaving = self._components.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
-        if isinstance(event := self._discard_replacements_in(lost), state_machine.WorkersLost):
+        if isinstance(event := self._discard_pending(lost), state_machine.WorkersLost):
             return event
         self._components.share_balancer.observe(answers)
         leader, staying = choose_leader({m: answers[m] for m in self._group.members}, leaving)
@@ -94,7 +94,7 @@ class GroupForming:
         if attempt.has_failed:
             # If no worker is lost, discard all replacements, because one may be the cause.
             if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
-                return self._discard_replacements_in(lost)
+                return self._discard_pending(lost)
             error = attempt.make_error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
@@ -147,7 +147,7 @@ class GroupForming:
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
-        config, call = self._components.elastic, self._components.call
+        config, call = self._components.config, self._components.call
         num_members, starting = len(self._group.members), not self._group.members
         missing = state_machine.too_few(num_members, min_workers)
         deadline, num_waits = 0.0, 0
@@ -156,7 +156,7 @@ class GroupForming:
             self._scale_up.advance(starting)
             if starting and (error := self._scale_up.error) is not None:
                 if isinstance(error, WorkerLostError) and call.causes:
-                    raise self._status.failure(call, str(error), cause=error)
+                    raise self._status.make_error(call, str(error), cause=error)
                 raise error
             if self._scale_up.decide_start(min_workers):
                 return
@@ -166,7 +166,7 @@ class GroupForming:
                 room = self._group.describe_room()
                 if num_waits == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
-                    raise self._status.failure(call, why)
+                    raise self._status.make_error(call, why)
                 wait_s = backoff_s(num_waits, config)
                 cause = f"{missing}, and {room}"
                 self._status.record("waiting", [], cause=cause, seconds=wait_s)
@@ -179,7 +179,7 @@ class GroupForming:
         joining = self._scale_up.ready_workers()
         _, lost = self._commands.probe_or_kill(joining)
         if lost:
-            self._discard_replacements_in(lost)
+            self._discard_pending(lost)
             return False
         members = self._group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
         self._status.ranks = {member: rank for rank, member in enumerate(members)}
@@ -194,7 +194,7 @@ class GroupForming:
         step, results = progress.position.global_step, self._components.call.departed_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
-        if not (self._components.policy.survivors_stay and self._components.elastic.grow):
+        if not (self._components.policy.survivors_stay and self._components.config.grow):
             self._scale_up.discard()  # late workers could never join
         self._scale_up.set_up_alone()
         return True
@@ -228,7 +228,7 @@ class GroupForming:
         are_used = bool(self._group.members) or not self._components.policy.process_can_rejoin
         self._group.members.clear()
         _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
-        self._discard_replacements_in(attempt.lost | lost)
+        self._discard_pending(attempt.lost | lost)
         if are_used:
             self._scale_up.discard(members)
         self._scale_up.set_up_alone()
@@ -236,8 +236,8 @@ class GroupForming:
 
     # ---- both
 
-    def _discard_replacements_in(self, lost: state_machine.LostWorkers) -> state_machine.GroupEvent:
-        """Return WorkersLost with the members among the lost, or FormingFailed if there is none."""
+    def _discard_pending(self, lost: state_machine.LostWorkers) -> state_machine.GroupEvent:
+        """Discard lost pending workers. Return WorkersLost with lost members, or FormingFailed."""
         members = {m: e for m, e in lost.items() if not self._scale_up.discard_failed(m, e)}
         return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()
 

@@ -117,7 +117,7 @@ class GroupStatus:
         if (notify := self.on_event()) is not None:
             notify()
 
-    def failure(
+    def make_error(
         self,
         call: Call,
         why: str,

@@ -53,14 +53,14 @@ class SnapshotKeeper:
         self._has_warned = False
         self._num_changes = self._num_changes_at_end = 0
 
-    def keep(self, *shards: ReadState, step: int = -1) -> None:
-        """Keep a state or none. Only snapshots with more than `step` committed steps replace it."""
+    def replace_with(self, *shards: ReadState, step: int = -1) -> None:
+        """Keep this state, or none, until there is a snapshot with more than `step` steps."""
         self._shards, self._step = shards, step
         self._cancel_request()
 
     def store(self, state: Mapping[str, Any]) -> None:
         """Keep a copy of a state, in a file if it is large."""
-        self.keep(self._copy(state))
+        self.replace_with(self._copy(state))
 
     def _copy(self, state: Any) -> ReadState:
         packed = state if isinstance(state, Parcel) else pack(state)
@@ -121,7 +121,7 @@ class SnapshotKeeper:
             shards = self._rescue(commands, members)
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
-                self.keep(*shards, step=answers[members[0]].position.global_step)
+                self.replace_with(*shards, step=answers[members[0]].position.global_step)
                 return answers[members[0]]
         return None
 

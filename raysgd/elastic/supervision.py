@@ -38,9 +38,9 @@ class Supervision:
         self._components = components
         self._group, self._clock = components.group, components.group.clock
         self._status, self._commands = components.status, components.commands
-        self.begin(components.call)
+        self.set_call(components.call)
 
-    def begin(self, call: Call) -> None:
+    def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self._components.call = call
         self.progress_before = self._status.progress._replace(holdings=Holdings())

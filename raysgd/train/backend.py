@@ -269,7 +269,7 @@ class BackendExecutor:
         self._run = run = _Run(controller, plan, datasets, call)
         with self.abort_on_error():
             # Each restart reads the plan of that time: see LoadRequest in `FunctionRunner.handle`.
-            controller.snapshots.keep(lambda: {"plan": run.plan})
+            controller.snapshots.replace_with(lambda: {"plan": run.plan})
             self._await_idle_workers(controller)
             run.begin()
 

@@ -207,11 +207,11 @@ class StateTransfer:
         self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
         if reread is not None:
-            snapshots.keep(lambda: for_workers(reread()))
+            snapshots.replace_with(lambda: for_workers(reread()))
         elif any(member.is_remote for member in self.dispatcher.controller.members):
             snapshots.store(worker_entries)
         else:  # packing needs Ray
-            snapshots.keep(lambda: worker_entries)
+            snapshots.replace_with(lambda: worker_entries)
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.dispatcher.latest_metrics.update(driver_entries["validation_due"])
         self.fit_loop.restore_due_validation(state.get("validation_due"))

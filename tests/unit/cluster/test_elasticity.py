@@ -451,7 +451,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
     run_until(controller, 25)
     lose_all(world)
     if snapshot_every is not None:
-        controller.snapshots.keep(read_damaged_file)
+        controller.snapshots.replace_with(read_damaged_file)
     for _ in range(2):
         with pytest.raises((WorkerLostError, CheckpointError), match=r"trainer\.load\(path\)"):
             run_until(controller, 30, max_failures=1)
@@ -463,7 +463,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
 
 def test_a_call_reads_the_snapshot_only_if_all_workers_are_lost(world):
     controller = world.drive(3, snapshot_every=None).controller
-    controller.snapshots.keep(read_damaged_file)  # reading a large file takes long
+    controller.snapshots.replace_with(read_damaged_file)  # reading a large file takes long
     assert steps_of(run_until(controller, 5)) == [5] * 3
 
 

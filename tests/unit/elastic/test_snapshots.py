@@ -281,7 +281,7 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     keeper.request_newer({member: runner.progress()})
     assert keeper.load()["global_step"] > 1
     runner.load_state_dict(loaded)
-    keeper.keep(lambda: loaded)
+    keeper.replace_with(lambda: loaded)
     if train_after:
         runner.handle(TrainRequest(call_number=1, until_step=train_after))
     for _ in range(2):
