@@ -57,7 +57,7 @@ class ActorGroup:
         """Watch the hosts of workers that start after this call. See `HostMonitor`."""
 
         def is_any_reachable() -> bool:
-            return any(member.is_reachable for member in list(self._slots))
+            return any(worker.is_reachable for worker in list(self._slots))
 
         self._monitor = HostMonitor(driver_grace_s, stops_calls, is_any_reachable)
 
@@ -94,14 +94,14 @@ class ActorGroup:
     def start_worker(self, slot: AnySlot) -> WorkerHandle:
         """Start a worker in a slot. It does not join the group."""
         options = self.options
-        member: WorkerHandle
+        worker: WorkerHandle
         if isinstance(slot, LocalSlot) and options.is_inline:
-            member = InlineHandle()
+            worker = InlineHandle()
         elif isinstance(slot, LocalSlot):
             import ray
 
-            member = InlineHandle(has_thread=True)
-            member.info = WorkerInfo(
+            worker = InlineHandle(has_thread=True)
+            worker.info = WorkerInfo(
                 node_id=ray.get_runtime_context().get_node_id(),
                 node_ip=ray.util.get_node_ip_address(),
                 in_driver=True,
@@ -114,9 +114,9 @@ class ActorGroup:
                 resources=dict(options.resources) or None,
             )
             actor = actor_class.remote(catches_sigterm=True, hides_gpus=not options.num_gpus)
-            member = ActorHandle(actor, self._monitor)
-        self._slots[member] = slot
-        return member
+            worker = ActorHandle(actor, self._monitor)
+        self._slots[worker] = slot
+        return worker
 
     def node_traits(self) -> dict[str, set[str]]:
         """Return the labels, accelerator types, and resources of the live nodes, by node ID."""
@@ -164,8 +164,8 @@ class ActorGroup:
         if extra and self._reservation is not None:
             self._reservation.drop_pending(extra)
 
-    def slot_of(self, member: WorkerHandle) -> AnySlot | None:
-        return self._slots.get(member)
+    def slot_of(self, worker: WorkerHandle) -> AnySlot | None:
+        return self._slots.get(worker)
 
     def describe_room(self) -> str:
         """Describe the resources that a worker needs and that the cluster has."""

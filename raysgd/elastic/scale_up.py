@@ -234,13 +234,13 @@ class ScaleUp:
             )
         return self._pending[len(taken) :]
 
-    def discard_failed(self, member: WorkerHandle, error: BaseException) -> bool:
+    def discard_failed(self, handle: WorkerHandle, error: BaseException) -> bool:
         """Discard a worker if it is pending, so that another one starts.
 
         Return whether it is one. The next start is delayed after an exception, and after several
         losses of a slot in the same phase.
         """
-        worker = next((w for w in self._pending if w.handle is member), None)
+        worker = next((w for w in self._pending if w.handle is handle), None)
         if worker is not None:
             self._handle_failure(worker, error)
         return worker is not None
@@ -283,10 +283,10 @@ class ScaleUp:
         if worker.handle is not None:
             self.group.discard(worker.handle)
 
-    def discard(self, members: Collection[WorkerHandle] | None = None) -> None:
+    def discard(self, handles: Collection[WorkerHandle] | None = None) -> None:
         """Discard some or all pending workers, although they have not failed."""
         for worker in list(self._pending):
-            if members is None or worker.handle in members:
+            if handles is None or worker.handle in handles:
                 self._discard(worker)
 
     def ready_workers(self) -> list[WorkerHandle]:
@@ -343,12 +343,12 @@ class ScaleUp:
             for worker in self._pending:
                 worker.is_ready = False
 
-    def forget_joined(self, members: Collection[WorkerHandle]) -> None:
-        for worker in [each for each in self._pending if each.handle in members]:
+    def forget_joined(self, handles: Collection[WorkerHandle]) -> None:
+        for worker in [each for each in self._pending if each.handle in handles]:
             self._pending.remove(worker)
             self._crashes.pop(worker.slot, None)
             self._lost_slots = [slot for slot in self._lost_slots if slot is not worker.slot]
         self.is_first = False
-        if members:
+        if handles:
             self.reset_failures()
         self._resized_at = self.group.clock.monotonic()
