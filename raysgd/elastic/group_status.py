@@ -51,7 +51,7 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
 
 @dataclass(eq=False)
 class GroupStatus:
-    """What trainers and the components of the driver read of the group. It records events."""
+    """What trainers and components read of a group. Its `GroupState` decides what follows."""
 
     _group: ActorGroup
     _survivors_stay: bool
