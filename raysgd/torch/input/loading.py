@@ -167,7 +167,13 @@ class PartitionedLoader(PartitionedSource):
         if isinstance(data, NumberedSamples) and self._numbered is None:
             data.set_epoch(epoch)  # the keys of a sampler have no epoch
             self._kept_loader = None  # its processes have copies of the data set
-        loader = self._reader()
+        if (loader := self._kept_loader) is None:  # a copy that draws from a sampler of raysgd
+            name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+            loader = clone(self.loader, **{name: EpochSampler()})
+            if partition.layout.has_fixed_parts:
+                loader = with_dataset(loader, SeededSamples(data))
+            if self.loader.persistent_workers:
+                self._kept_loader = loader
         seeds = (self._seed, epoch) if partition.layout.has_fixed_parts else None
         loader._index_sampler.keys = _keys(order, spans, seeds, self.loader.batch_size is not None)
         # The seeds of loader processes come from this generator, not from generators of the user.
@@ -211,17 +217,6 @@ class PartitionedLoader(PartitionedSource):
         if (numbered := self._numbered) is not None:
             return [numbered.locate(*key) for key in keys]
         return [int(key) if isinstance(key, Integral) else repr(key) for key in keys]
-
-    def _reader(self) -> DataLoader[Any]:
-        """Return a copy of the user's loader that draws from a sampler of raysgd."""
-        if (reader := self._kept_loader) is None:
-            name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-            reader = clone(self.loader, **{name: EpochSampler()})
-            if self._partition.layout.has_fixed_parts:
-                reader = with_dataset(reader, SeededSamples(self.loader.dataset))
-            if self.loader.persistent_workers:
-                self._kept_loader = reader
-        return reader
 
     def close_workers(self) -> None:
         super().close_workers()

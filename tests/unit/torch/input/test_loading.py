@@ -490,9 +490,13 @@ def test_every_setting_of_the_loader_is_kept():
         persistent_workers=True,
         in_order=False,
     )
-    made = wrap(loader)._reader()
-    differing = {name for name, value in vars(loader).items() if getattr(made, name) is not value}
-    assert differing == {"batch_sampler", "in_order"}  # a position needs the order
+    source = wrap(loader)
+    source.batches(0, 0)
+    kept = vars(source._kept_loader)
+    differing = {name for name, value in vars(loader).items() if kept[name] is not value}
+    expected = {"batch_sampler", "in_order"}  # a position needs the order
+    assert differing == expected | {"_iterator", "generator"}
+    source.close_workers()
 
 
 # ---- loaders with their own order or partition
