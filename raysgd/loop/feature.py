@@ -149,10 +149,6 @@ class Replication:
         """Return whether every worker has all of a model, or of the state of an optimizer."""
         return True
 
-    def loads_leader_state(self, is_leader: bool, is_new: bool) -> bool:
-        """Return whether this worker loads the state of the leader of a new generation."""
-        return not is_leader and (is_new or self.replicates)
-
     def wrap_steps(self) -> None:
         """Shard the state and the later steps of optimizers, after other hooks are registered."""
 

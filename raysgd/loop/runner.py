@@ -105,7 +105,8 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(state["batching"])
             if why := state["why_not_split"]:
                 train_state.micro_batching.refuse_split(why)
-        follows = train_state.replication.loads_leader_state(is_leader, train_state.is_new)
+        replicates = train_state.replication.replicates
+        follows = not is_leader and (train_state.is_new or replicates)
         loop.state_access.copy_from(leader_rank, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])

@@ -70,8 +70,8 @@ class Optimization(StepFeature):
     def register_hooks(self) -> None:
         """Register the hooks of optimizers.
 
-        The hooks of user code and of Horovod come first, because they may reject a step. Those that
-        shard the step come last. After a step, parameters are whole before other hooks see them.
+        The hooks of user code and of Horovod come first, because they may reject a step. Those of
+        `Replication.wrap_steps` come last.
         """
         optimizers, num_batches = self._registered.optimizers, self._registered.accumulation_steps
         if num_batches > 1:
@@ -83,7 +83,6 @@ class Optimization(StepFeature):
             for inner in inner_optimizers(optimizer):
                 if inner not in optimizers:
                     inner.register_step_pre_hook(self._inner_step_pre_hook)
-        self._registered.replication.wrap_steps()
 
     # ---- a micro-batch
 
@@ -136,8 +135,8 @@ class Optimization(StepFeature):
             raise WarmedUp
         self.checks.before_step(optimizer)
         if not update.in_last_micro_batch:
-            if not self._registered.exchange.take_gradients(optimizer):
-                self._accumulated.set_aside(parameters_of(optimizer))
+            self._registered.exchange.take_gradients(optimizer)
+            self._accumulated.set_aside(parameters_of(optimizer))
             return False
         steps = update.optimizer_steps
         steps.in_optimizer_step, before = True, steps.counts.get(id(optimizer))

@@ -2,7 +2,8 @@
 
 The order of `register` matters. The strategy and the precision see unwrapped models on their
 device. The digests of frozen parameters precede `exchange.wrap`, in which other workers write them.
-Buffers and features see wrapped models. For the end, see `Optimization.register_hooks`.
+Buffers and features see wrapped models. The hooks that shard a step come last. After a step,
+parameters are whole before other hooks see them.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def register(
     registered.buffer_copies = BufferCopies(registered.models, registered.collectives)
     train_state.set_features(list(features_of(registered, features, max_grad_norm)))
     features.optimization.register_hooks()
+    registered.replication.wrap_steps()
     features.averaging.use_training_weights()  # as a loaded state
     registered.criteria = criteria = _move_criteria(registered, criteria, trained)
     train_state.is_registered = True

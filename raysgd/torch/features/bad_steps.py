@@ -43,7 +43,7 @@ class BadStepFilter(StepFeature):
         self.bad_steps: list[dict[str, Any]] = []
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._num_workers = self._registered.exchange.num_workers
+        self._num_workers = self._registered.exchange.num_workers  # to find it takes many calls
 
     def begin_update(self, update: Update) -> None:
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite

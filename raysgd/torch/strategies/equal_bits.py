@@ -188,7 +188,7 @@ class EqualBitsExchange(GroupExchange):
 
     # ---- gradients
 
-    def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+    def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the gradients of a part, when its optimizer would step."""
         if not self._stepped and _num_operations() != self._num_operations:
             self._registered.refuse_split(
@@ -214,7 +214,6 @@ class EqualBitsExchange(GroupExchange):
         else:
             self._buffers.store()
         self._stepped.append(id(optimizer))
-        return True
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the sum over all parts into the gradients. Every rank must call this."""

@@ -34,9 +34,8 @@ class GradientExchange(StepFeature):
         """Return the sum of a number over the workers whose gradients meet."""
         return number
 
-    def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the gradients of a micro-batch. If False, the caller accumulates them."""
-        return False
+    def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the gradients of a micro-batch. The caller accumulates those that remain."""
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients of an optimizer that the workers have not averaged."""
