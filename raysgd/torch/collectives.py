@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import io
-import os
-import pickle
 import re
 import sys
 import weakref
@@ -19,7 +15,6 @@ from torch.distributed import _functional_collectives, distributed_c10d
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
-from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.tensors import backward_pass
 
 _MESSAGE_BYTES = 4 * 2**20
@@ -27,6 +22,80 @@ _MESSAGE_BYTES = 4 * 2**20
 
 Tensors are copied to combine them. With 64 MiB, this takes longer than the transfer, because the
 memory of each message comes from the operating system."""
+
+
+class TorchCollectives(Collectives):
+    """Collectives with torch.distributed or Horovod, for the group of the current generation.
+
+    A strategy calls torch.distributed directly for collectives that only it needs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def all_reduce_min(self, *values: int) -> list[int]:
+        own = torch.tensor(values, dtype=torch.int64, device=self._device)
+        return [int(number) for number in self.minima_of(own).tolist()]
+
+    def minima_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the minimum of all ranks for each element of a vector, which this may change."""
+        hvd = _horovod()
+        if hvd is not None:
+            gathered: torch.Tensor = hvd.allgather(values, name="raysgd.minimum")
+            return gathered.view(-1, len(values)).amin(0)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN)
+        return values
+
+    def all_reduce_sum(self, value: float) -> float:
+        hvd = _horovod()
+        tensor = torch.tensor([value], dtype=torch.float64, device=self._device)
+        if hvd is not None:
+            return float(hvd.allgather(tensor, name="raysgd.total").sum())
+        dist.all_reduce(tensor)
+        return float(tensor.item())
+
+    def broadcast(self, make: Callable[[], Any], rank: int, wanted: bool = True) -> Any:
+        """Return `rank`'s state on every rank: nested dicts, lists, and tuples with tensors.
+
+        Only `rank` calls `make`. Tensors from a CPU arrive on the CPU, and other tensors on this
+        worker's device. If the state is not `wanted`, it arrives with meta tensors, which need no
+        memory.
+        """
+        tensors: list[tuple[torch.device, torch.Tensor]] = []
+
+        def take(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+                return leaf
+            tensors.append((leaf.device, leaf))
+            return _Slot(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
+
+        def allocate(leaf: Any) -> Any:
+            if not isinstance(leaf, _Slot):
+                return leaf
+            target = torch.device("cpu") if leaf.on_cpu else self._device
+            new = torch.empty(leaf.shape, dtype=leaf.dtype, device=target if wanted else "meta")
+            tensors.append((target, new))
+            return new
+
+        if _rank() == rank:
+            state = make()
+            _broadcast_object(map_leaves(state, take), rank)
+        else:
+            state = map_leaves(_broadcast_object(None, rank), allocate)
+        _broadcast_all(tensors, rank)
+        return state
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int) -> None:
+        """Overwrite `tensors` with the tensors of rank `src`, grouped by dtype and device."""
+        _broadcast_all([(tensor.device, tensor) for tensor in tensors], src)
+
+
+class _Slot(NamedTuple):
+    """What a tensor of a broadcast state is before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
 
 
 def _horovod() -> Any:
@@ -43,41 +112,12 @@ def _horovod() -> Any:
     return hvd
 
 
-def rank() -> int:
+def _rank() -> int:
     hvd = _horovod()
     return dist.get_rank() if hvd is None else int(hvd.rank())
 
 
-def all_reduce_min(values: torch.Tensor) -> torch.Tensor:
-    """Return the minimum of all ranks for each element of a vector, which this may change."""
-    hvd = _horovod()
-    if hvd is not None:
-        gathered: torch.Tensor = hvd.allgather(values, name="raysgd.minimum")
-        return gathered.view(-1, len(values)).amin(0)
-    dist.all_reduce(values, op=dist.ReduceOp.MIN)
-    return values
-
-
-def all_reduce_sum(value: float, device: torch.device) -> float:
-    hvd = _horovod()
-    tensor = torch.tensor([value], dtype=torch.float64, device=device)
-    if hvd is not None:
-        return float(hvd.allgather(tensor, name="raysgd.total").sum())
-    dist.all_reduce(tensor)
-    return float(tensor.item())
-
-
-def broadcast(tensor: torch.Tensor, src: int) -> None:
-    """Overwrite a contiguous tensor with the tensor of rank `src`."""
-    hvd = _horovod()
-    content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some dtypes
-    if hvd is None:
-        dist.broadcast(content, src=src)
-    else:
-        hvd.broadcast_(content, root_rank=src, name="raysgd.broadcast")
-
-
-def broadcast_object(value: Any, src: int) -> Any:
+def _broadcast_object(value: Any, src: int) -> Any:
     """Send the pickled `value` of rank `src` to every rank. Return it."""
     hvd = _horovod()
     if hvd is not None:
@@ -85,6 +125,50 @@ def broadcast_object(value: Any, src: int) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=src)
     return box[0]
+
+
+def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], src: int) -> None:
+    """Broadcast tensors of the given devices. What arrives for a meta tensor is discarded."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for device, tensor in tensors:
+        groups.setdefault((tensor.dtype, device), []).append(tensor.detach())
+    for (_, device), members in groups.items():
+        message: list[torch.Tensor] = []
+        size = 0
+        for tensor in members:
+            if tensor.nbytes >= _MESSAGE_BYTES:
+                _broadcast_flat([tensor], device, src)
+                continue
+            message.append(tensor)
+            size += tensor.nbytes
+            if size >= _MESSAGE_BYTES:
+                _broadcast_flat(message, device, src)
+                message, size = [], 0
+        if message:
+            _broadcast_flat(message, device, src)
+
+
+def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, src: int) -> None:
+    """Broadcast tensors in parts. These arrive in the memory of a contiguous tensor alone."""
+    if len(tensors) > 1:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    else:
+        flat = tensors[0].resolve_conj().resolve_neg().contiguous().view(-1)
+    for part in flat.split(_MESSAGE_BYTES // flat.element_size()):
+        _broadcast(torch.empty_like(part, device=device) if part.is_meta else part, src)
+    if _rank() != src and flat.data_ptr() != tensors[0].data_ptr():
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _broadcast(tensor: torch.Tensor, src: int) -> None:
+    """Overwrite a contiguous tensor with the tensor of rank `src`."""
+    hvd = _horovod()
+    content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some dtypes
+    if hvd is None:
+        dist.broadcast(content, src=src)
+    else:
+        hvd.broadcast_(content, root_rank=src, name="raysgd.broadcast")
 
 
 def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -153,122 +237,3 @@ def watch_user_code(report: Callable[[str], None]) -> None:
 
     for module, name, function in _FIRST_CALLS:
         setattr(module, name, functools.partial(noting, function))
-
-
-# ---- states
-
-
-def broadcast_tensors(tensors: Sequence[torch.Tensor], src: int) -> None:
-    """Overwrite `tensors` with the tensors of rank `src`, grouped by dtype and device."""
-    _broadcast_all([(tensor.device, tensor) for tensor in tensors], src)
-
-
-def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], src: int) -> None:
-    """Broadcast tensors of the given devices. What arrives for a meta tensor is discarded."""
-    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for device, tensor in tensors:
-        groups.setdefault((tensor.dtype, device), []).append(tensor.detach())
-    for (_, device), members in groups.items():
-        message: list[torch.Tensor] = []
-        size = 0
-        for tensor in members:
-            if tensor.nbytes >= _MESSAGE_BYTES:
-                _broadcast_flat([tensor], device, src)
-                continue
-            message.append(tensor)
-            size += tensor.nbytes
-            if size >= _MESSAGE_BYTES:
-                _broadcast_flat(message, device, src)
-                message, size = [], 0
-        if message:
-            _broadcast_flat(message, device, src)
-
-
-def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, src: int) -> None:
-    """Broadcast tensors in parts. These arrive in the memory of a contiguous tensor alone."""
-    if len(tensors) > 1:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    else:
-        flat = tensors[0].resolve_conj().resolve_neg().contiguous().view(-1)
-    for part in flat.split(_MESSAGE_BYTES // flat.element_size()):
-        broadcast(torch.empty_like(part, device=device) if part.is_meta else part, src)
-    if rank() != src and flat.data_ptr() != tensors[0].data_ptr():
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
-class _Slot(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_cpu: bool
-
-
-def broadcast_state(
-    make_state: Callable[[], Any], src: int, device: torch.device, wanted: bool = True
-) -> Any:
-    """Return rank `src`'s state on every rank: nested dicts, lists, and tuples with tensors.
-
-    Only rank `src` calls `make_state`. Tensors from a CPU arrive on the CPU, and other tensors
-    on `device`. If the state is not `wanted`, it arrives with meta tensors, which need no memory.
-    """
-    tensors: list[tuple[torch.device, torch.Tensor]] = []
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return leaf
-        tensors.append((leaf.device, leaf))
-        return _Slot(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
-
-    def make(leaf: Any) -> Any:
-        if not isinstance(leaf, _Slot):
-            return leaf
-        target = torch.device("cpu") if leaf.on_cpu else device
-        made = torch.empty(leaf.shape, dtype=leaf.dtype, device=target if wanted else "meta")
-        tensors.append((target, made))
-        return made
-
-    if rank() == src:
-        state = make_state()
-        broadcast_object(map_leaves(state, take), src)
-    else:
-        state = map_leaves(broadcast_object(None, src), make)
-    _broadcast_all(tensors, src)
-    return state
-
-
-class TorchCollectives(Collectives):
-    """Collectives with torch.distributed or Horovod, for the group of the current generation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def all_reduce_min(self, *values: int) -> list[int]:
-        own = torch.tensor(values, dtype=torch.int64, device=self._device)
-        return [int(number) for number in all_reduce_min(own).tolist()]
-
-    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        return broadcast_state(make, rank, self._device)
-
-
-def fingerprint(state: Any) -> bytes:
-    """Return a digest of nested dicts, lists, and tuples with tensors, to compare ranks.
-
-    A state that cannot be pickled gets a random digest.
-    """
-    tensors: dict[torch.device, list[torch.Tensor]] = {}
-
-    def summary(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not has_bits(leaf):
-            return leaf
-        tensors.setdefault(leaf.device, []).append(leaf)
-        return str(leaf.dtype), tuple(leaf.shape)
-
-    with io.BytesIO() as file:
-        pickler = pickle.Pickler(file)
-        pickler.fast = True  # with a memo, equal strings and shared strings would differ
-        try:
-            pickler.dump(map_leaves(state, summary))
-        except Exception:  # probably a reference cycle: a scheduler that holds its own method
-            return os.urandom(32)
-        pickler.dump([int(digest_of(members, device)) for device, members in tensors.items()])
-        return hashlib.sha256(file.getvalue()).digest()

@@ -1,12 +1,18 @@
-"""Digests of tensors, computed on their device: any change of bits changes 64 bits."""
+"""Digests of tensors and states, computed on their device: any change of bits changes 64 bits."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import io
+import os
+import pickle
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
+from raysgd._internal.nested import map_leaves
 from raysgd.comm.mesh import as_bytes
 
 _FACTOR = -7046029254386353131  # an odd number of 64 bits without a pattern
@@ -72,3 +78,27 @@ def has_bits(tensor: torch.Tensor) -> bool:
 def _concatenate(parts: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
     padding = parts[0].new_zeros(-num_bytes % 8)
     return torch.cat([*parts, padding]).view(torch.int64)
+
+
+def fingerprint(state: Any) -> bytes:
+    """Return a digest of nested dicts, lists, and tuples with tensors, to compare ranks.
+
+    A state that cannot be pickled gets a random digest.
+    """
+    tensors: dict[torch.device, list[torch.Tensor]] = {}
+
+    def summary(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not has_bits(leaf):
+            return leaf
+        tensors.setdefault(leaf.device, []).append(leaf)
+        return str(leaf.dtype), tuple(leaf.shape)
+
+    with io.BytesIO() as file:
+        pickler = pickle.Pickler(file)
+        pickler.fast = True  # with a memo, equal strings and shared strings would differ
+        try:
+            pickler.dump(map_leaves(state, summary))
+        except Exception:  # probably a reference cycle: a scheduler that holds its own method
+            return os.urandom(32)
+        pickler.dump([int(digest_of(members, device)) for device, members in tensors.items()])
+        return hashlib.sha256(file.getvalue()).digest()

@@ -15,7 +15,7 @@ from raysgd.cluster.large_values import Incoming
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import StateAccess
-from raysgd.torch import collectives
+from raysgd.torch.digests import fingerprint
 from raysgd.torch.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.shards import gather_state
@@ -56,20 +56,20 @@ class TorchStateAccess(StateAccess):
         workers usually differ only in buffers.
         """
         train_state, lacks = self._train_state, follows
-        any_rank, device = self._registered.collectives.any_rank, self._registered.device
+        group = self._registered.collectives
         # Do not read a large state if no other worker can have it.
-        if any_rank(follows and not train_state.is_new):
+        if group.any_rank(follows and not train_state.is_new):
             state = without_frozen(self.read(), self._unchanged_digests())
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
-            own = collectives.fingerprint((train_state.global_step, state))
-            expected = collectives.broadcast_object(own, leader_rank)
+            own = fingerprint((train_state.global_step, state))
+            expected = group.broadcast(lambda: own, leader_rank)
             lacks = follows and own != expected
-        if any_rank(lacks):
+        if group.any_rank(lacks):
             self.compare_setup(leader_rank)
-            state = collectives.broadcast_state(
-                lambda: self.without_frozen(self.read(), True), leader_rank, device, lacks
+            state = group.broadcast(
+                lambda: self.without_frozen(self.read(), True), leader_rank, wanted=lacks
             )
         # Receive shards last, because they are valid from then on.
         features = reversed(self._registered.features)

@@ -15,7 +15,6 @@ from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
-from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.micro_batching import num_rows
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.loading import TorchSources
@@ -37,10 +36,10 @@ class TorchTrainState(TrainState):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.data = TorchSources(settings, self.position.seed)
-        self.collectives = TorchCollectives(settings.device)
         if settings.device.type == "cuda":
             self.timing = StepTiming(partial(torch.cuda.Event, enable_timing=True))
         self.registered = RegisteredObjects(settings, self.data, self)
+        self.collectives = self.registered.collectives
         self.micro_batching = self.registered.micro_batching
 
     def set_mode(self, training: bool) -> None:

@@ -13,7 +13,6 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import compare, format_values, hash_of, minority_of, name_workers
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import Update
-from raysgd.torch import collectives
 from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
@@ -148,7 +147,8 @@ class ReplicaGuard(StepFeature):
         """Exchange digests with the other workers. A step does not wait for a GPU to finish it."""
         self._finish_comparison()
         digests, is_complete = self._digests(in_step, is_new, one_in)
-        minima, event = collectives.all_reduce_min(torch.cat([digests, ~digests])), None
+        minima = self._registered.collectives.minima_of(torch.cat([digests, ~digests]))
+        event = None
         if self._on_gpu:
             minima = torch.empty_like(minima, device="cpu", pin_memory=True).copy_(minima, True)
             event = torch.cuda.Event()
@@ -216,7 +216,8 @@ class ReplicaGuard(StepFeature):
             f"{_REMEDY.format('worker 0')}"
         )
         mine = own, kind, self._equal_step
-        reports = [collectives.broadcast_object(mine, r) for r in range(context.world_size)]
+        broadcast = registered.collectives.broadcast
+        reports = [broadcast(lambda: mine, rank) for rank in range(context.world_size)]
         kinds = {kind for _, kind, _ in reports}
         self._equal_step = max(step for _, _, step in reports)  # a new worker has compared nothing
         differences = compare([contents for contents, _, _ in reports])

@@ -10,6 +10,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
+from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen_parameters import FrozenParameters
@@ -34,7 +35,8 @@ class RegisteredObjects:
         self.warn_once = settings.warn_once
         self.data = data  # the loaders of ``register_data``, and how the workers partition them
         self.position = owner.position  # the global step, epoch, and offset
-        self.update, self.timing, self.collectives = owner.update, owner.timing, owner.collectives
+        self.update, self.timing = owner.update, owner.timing
+        self.collectives = TorchCollectives(self.device)
         self.precision = PRECISIONS[self.options.use_fp16](self.device, self.options.amp_dtype)
         self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
         self.refuse_split = self.micro_batching.refuse_split

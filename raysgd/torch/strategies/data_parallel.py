@@ -16,7 +16,8 @@ from raysgd.comm.mesh import SAME_COLLECTIVES
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import Replication
 from raysgd.loop.update import Update
-from raysgd.torch import collectives
+from raysgd.torch.collectives import average_gradients
+from raysgd.torch.digests import fingerprint
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
@@ -72,16 +73,16 @@ class GroupExchange(GradientExchange):
     def sync_buffers(self) -> None:
         buffers = [each for each in self._shared_buffers() if each.layout is torch.strided]
         if buffers:
-            self._registered.collectives.barrier()  # an error if another worker still averages
-            collectives.broadcast_tensors(buffers, src=0)
+            group = self._registered.collectives
+            group.barrier()  # an error if another worker still averages
+            group.broadcast_tensors(buffers, src=0)
             self._registered.buffer_copies.take()
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         return [buffer for model in self._registered.models for buffer in model.buffers()]
 
     def all_reduce_sum(self, number: float) -> float:
-        device = self._registered.device
-        return collectives.all_reduce_sum(number, device) if self._averages else number
+        return self._registered.collectives.all_reduce_sum(number) if self._averages else number
 
     @property
     def _averages(self) -> bool:
@@ -191,7 +192,7 @@ class ReplicatedExchange(UserWrappedExchange):
         if not any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
             return
         try:
-            collectives.average_gradients(list(stepped))
+            average_gradients(list(stepped))
             return
         except RuntimeError as error:
             # The other workers are in another collective, because they have no changes.
@@ -238,7 +239,7 @@ def broadcast_models(registered: RegisteredObjects) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
     tensors = [t.detach() for m in registered.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-    digest = int.from_bytes(collectives.fingerprint(tensors)[:7])
+    digest = int.from_bytes(fingerprint(tensors)[:7])
     if not registered.collectives.all_ranks_equal(digest):
         received = registered.collectives.broadcast(lambda: tensors, 0)
         for own, value in zip(tensors, received, strict=False):

@@ -255,13 +255,12 @@ class EqualBitsExchange(GroupExchange):
         width = max(sum(len(g["params"]) for g in o.param_groups) for o in optimizers)
         padding = [0] * (width + len(self._registered.buffer_copies.values) - len(flags))
         step = self._registered.position.global_step
-        sent = [step, kind, -step, -kind, *flags, *padding]
-        maxima = torch.tensor(sent, dtype=torch.int64, device=self._registered.device)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        max_step, max_kind, minus_min_step, minus_min_kind, *agreed = maxima.tolist()
-        if (max_step, max_kind) != (-minus_min_step, -minus_min_kind):
-            raise RuntimeError(_SHARDS_DIFFER.format(_MODE, -minus_min_step))
-        return agreed[: len(flags)]
+        sent = [step, kind, -step, -kind, *(-flag for flag in flags), *padding]
+        minima = self._registered.collectives.all_reduce_min(*sent)
+        min_step, min_kind, minus_max_step, minus_max_kind, *agreed = minima
+        if (min_step, min_kind) != (-minus_max_step, -minus_max_kind):
+            raise RuntimeError(_SHARDS_DIFFER.format(_MODE, min_step))
+        return [-flag for flag in agreed[: len(flags)]]
 
 
 class PartGradients:
@@ -358,7 +357,7 @@ class EqualBitsBuffers:
         if others:
             values: Any = torch.cat([first[i].reshape(-1).to(torch.int64) for i in others])
             if is_distributed:
-                dist.broadcast(values, 0)
+                self._registered.collectives.broadcast_tensors([values], 0)
             pieces = values.split([before[i].numel() for i in others])
             for i, piece in zip(others, pieces, strict=True):
                 merged[i] = piece.view(before[i].shape).to(before[i].dtype)

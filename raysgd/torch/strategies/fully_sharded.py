@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import Replication
 from raysgd.loop.update import Update
-from raysgd.torch import collectives
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
@@ -66,9 +65,10 @@ class FullyShardedModel(OptimizerShards, Replication):
         """Received gradients of the shards that this worker holds as copies, by shard."""
         self.features = (self,)
         if dist.get_world_size() > 1:
-            collectives.broadcast_tensors([p.detach() for p in self.models.parameters], src=0)
-        parameters = list(self.models.parameters)
-        super().__init__(optimizer, arguments.get("copies"), registered, parameters)
+            parameters = [p.detach() for p in self.models.parameters]
+            registered.collectives.broadcast_tensors(parameters, src=0)
+        copies = arguments.get("copies")
+        super().__init__(optimizer, copies, registered, list(self.models.parameters))
 
     def is_unsharded(self, owner: Any) -> bool:
         return False
@@ -224,7 +224,7 @@ class FullyShardedModel(OptimizerShards, Replication):
             rows = {param_index: self.models.rows(param_index) for param_index in shard}
             if number != layout.rank:
                 rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in shard.items()}
-            collectives.broadcast_tensors(list(rows.values()), src=number)
+            self._registered.collectives.broadcast_tensors(list(rows.values()), src=number)
             for param_index, (start, stop) in shard.items() if is_first else ():
                 values[param_index].view(-1)[start:stop] = rows[param_index]
         if not is_first:
@@ -261,7 +261,7 @@ class FullyShardedExchange(GroupExchange):
     def begin_micro_batch(self, update: Update) -> None:
         """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
         buffers = [buffer for model in self._synced_models for buffer in model.buffers()]
-        collectives.broadcast_tensors(buffers, src=0)
+        self._registered.collectives.broadcast_tensors(buffers, src=0)
 
     def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -26,7 +26,6 @@ from raysgd._internal.progress import Holdings
 from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import Replication, StepFeature
 from raysgd.loop.update import Update
-from raysgd.torch import collectives
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
     Piece,
@@ -69,7 +68,7 @@ class OptimizerShards(StepFeature):
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._registered = registered
+        self._registered, self._device = registered, registered.device
         optimized: list[Any] = parameters_of(optimizer)
         self._parameters: Sequence[torch.Tensor] = parameters or optimized
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
@@ -255,7 +254,7 @@ class OptimizerShards(StepFeature):
         return None
 
     def sync_initial_state(self) -> None:
-        self._token = collectives.broadcast_object(self._token, 0)
+        self._token = self._registered.collectives.broadcast(lambda: self._token, 0)
 
     def own_pieces(self) -> list[tuple[Any, ...]]:
         """Return this worker's pieces of the optimizer's state, and of sharded models."""
@@ -304,7 +303,7 @@ class OptimizerShards(StepFeature):
             if sent:
                 make = functools.partial(self._messages, sent, version)
                 wanted = any(rank in transfer.dst for transfer in sent)
-                broadcasts = collectives.broadcast_state(make, src, self._device, wanted)
+                broadcasts = self._registered.collectives.broadcast(make, src, wanted)
                 messages += [m for t, m in zip(sent, broadcasts, strict=True) if rank in t.dst]
             pieces += [Piece(*message) for message in messages]
         self._registered.collectives.barrier()  # after this, no worker needs the old shards
@@ -321,10 +320,6 @@ class OptimizerShards(StepFeature):
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
         """Return elements of a piece for workers whose parameters have this `version`."""
         return piece.message(start, stop, is_ahead=piece.version > version)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._parameters[0].device
 
 
 class ShardedOptimizers(Replication):

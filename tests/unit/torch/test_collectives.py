@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.torch import collectives
-from raysgd.torch.collectives import broadcast_state, broadcast_tensors, fingerprint
+from raysgd.torch.collectives import TorchCollectives
+from raysgd.torch.digests import fingerprint
 from tests.conftest import import_horovod, run_ranks
 
-CPU = torch.device("cpu")
+GROUP = TorchCollectives(torch.device("cpu"))
 
 
 @pytest.fixture(params=["torch", "horovod"])
@@ -33,7 +34,7 @@ def group(request):
 @pytest.mark.parametrize("value", [0, -7, 2**40, 2**62 - 1, 1 - 2**62])
 def test_minimum_of_large_numbers(group, value):
     """Digests need up to 62 bits."""
-    assert collectives.all_reduce_min(torch.tensor([value])).tolist() == [value]
+    assert GROUP.all_reduce_min(value) == [value]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_broadcast_supports_all_dtypes(group, dtype):
     """Buffers may have dtypes that gloo or Horovod does not support."""
     for shape in ((), (3,), (2, 2), (0,)):
         tensor = torch.ones(shape).to(dtype)
-        collectives.broadcast(tensor, 0)
+        GROUP.broadcast_tensors([tensor], 0)
         assert tensor.tolist() == torch.ones(shape).tolist()
 
 
@@ -94,10 +95,11 @@ def test_broadcast_state_keeps_structure_and_tensors(link):
         "bfloat16": torch.ones(2, dtype=torch.bfloat16),
         3: {"deep": [{"x": torch.arange(3)}]},
     }
-    assert broadcast_state(lambda: state, 0, CPU) is state
+    assert GROUP.broadcast(lambda: state, 0) is state
     link["rank"] = 1
-    device = torch.device("meta")  # CPU tensors, such as the step counters of Adam, stay there
-    got = broadcast_state(lambda: pytest.fail("only the source makes it"), 0, device)
+    # CPU tensors, such as the step counters of Adam, stay there.
+    group = TorchCollectives(torch.device("meta"))
+    got = group.broadcast(lambda: pytest.fail("only the source makes it"), 0)
     assert not link["messages"]
     assert fingerprint(got) == fingerprint(state)
 
@@ -105,11 +107,11 @@ def test_broadcast_state_keeps_structure_and_tensors(link):
 def test_a_rank_that_has_the_state_receives_it_without_memory(link, monkeypatch):
     monkeypatch.setattr(collectives, "_MESSAGE_BYTES", 64)
     state = {"large": torch.rand(5, 11), "small": [torch.rand(3), torch.rand(2)], "step": 4}
-    broadcast_state(lambda: state, 0, CPU)
+    GROUP.broadcast(lambda: state, 0)
     sizes = [each.nbytes for each in link["messages"] if isinstance(each, torch.Tensor)]
     assert max(sizes) <= 64
     link["rank"] = 1
-    got = broadcast_state(dict, 0, CPU, wanted=False)
+    got = GROUP.broadcast(dict, 0, wanted=False)
     assert not link["messages"]
     assert got["step"] == 4
     assert got["large"].is_meta
@@ -133,10 +135,10 @@ def test_broadcast_overwrites_tensors_in_place(link, monkeypatch, message_bytes)
             torch.empty(0),
         ]
 
-    broadcast_tensors(tensors(7.0), src=0)
+    GROUP.broadcast_tensors(tensors(7.0), src=0)
     link["rank"] = 1
     mine = tensors(0.0)
-    broadcast_tensors(mine, src=0)
+    GROUP.broadcast_tensors(mine, src=0)
     assert not link["messages"]
     assert all(torch.equal(a, b) for a, b in zip(mine, tensors(7.0), strict=True))
 
@@ -194,17 +196,18 @@ import torch
 from raysgd.torch import collectives
 
 join()
+group = collectives.TorchCollectives(torch.device("cpu"))
 for limit in (8, 2**20):
     collectives._MESSAGE_BYTES = limit
     whole = torch.full((4, 6), float(rank))
     whole[1, 2] = float("nan") if rank == 0 else 5.0
-    collectives.broadcast_tensors([whole[:, ::2], whole[0, 1::2]], src=0)
+    group.broadcast_tensors([whole[:, ::2], whole[0, 1::2]], src=0)
     expected = torch.full((4, 6), float(rank))
     expected[:, ::2], expected[0, 1::2], expected[1, 2] = 0.0, 0.0, float("nan")
     assert torch.equal(whole.nan_to_num(9.0), expected.nan_to_num(9.0)), whole
-assert collectives.all_reduce_min(torch.tensor([3 + rank])).tolist() == [3]
+assert group.all_reduce_min(3 + rank) == [3]
 value = float("nan") if rank else 1.0
-assert torch.tensor(collectives.all_reduce_sum(value, whole.device)).isnan()
+assert torch.tensor(group.all_reduce_sum(value)).isnan()
 print("good")
 """
 

@@ -15,7 +15,7 @@ from raysgd.data import Dataset, Stream, text
 from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
-from raysgd.torch import collectives, registration
+from raysgd.torch import registration
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.runner import build_operator
@@ -174,14 +174,15 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
     sent = []
     train_state = registered(distributed(), [student, teacher, norm], student)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "broadcast_tensors", lambda tensors, src: sent.extend(tensors))
+        group = train_state.collectives
+        patch.setattr(group, "broadcast_tensors", lambda tensors, src: sent.extend(tensors))
         train_state.registered.exchange.sync_buffers()
     assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
     with pytest.MonkeyPatch.context() as patch:
         teachers = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
         held = [*student.parameters(), *teachers]
-        patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
-        patch.setattr(train_state.collectives, "all_ranks_equal", lambda digest: False)
+        patch.setattr(group, "broadcast", lambda *_: [torch.ones_like(t) for t in held])
+        patch.setattr(group, "all_ranks_equal", lambda digest: False)
         train_state.registered.exchange.sync_initial_state()
     # the student too, because setup may have changed it after DistributedDataParallel sent it
     parameters = [*student.parameters(), *teacher.parameters()]

@@ -24,7 +24,8 @@ from raysgd.elastic.call import LoadRequest
 from raysgd.loop.call_progress import MetricReader
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.metrics import AverageMeterCollection
-from raysgd.torch import collectives
+from raysgd.torch import state_access
+from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from tests.conftest import run_ranks, wait_until
@@ -106,18 +107,17 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
     leader.handle(TrainRequest(call_number=0, until_step=2))
     train_state, state = runner._train_state, leader._hosted_loop.state_access.read()
     before = copy.deepcopy(runner.operator.model.state_dict())
-    monkeypatch.setattr(collectives, "broadcast_object", lambda *_: "another fingerprint")
-    monkeypatch.setattr(collectives, "all_reduce_min", lambda values: values)
-    monkeypatch.setattr(collectives, "broadcast_state", lambda *_: state)
+    sent = iter([b"another fingerprint", [{}], state])
 
-    def broadcast(make, rank):
+    def broadcast(make, rank, wanted=True):
         if make != train_state.registered.buffer_copies.tensors:
-            return make()
+            return next(sent)
         if is_lost:
             raise ConnectionError
         return leader._train_state.registered.buffer_copies.tensors()
 
     train_state.collectives.broadcast = broadcast
+    train_state.collectives.all_reduce_min = lambda *values: [*values]
     with pytest.raises(ConnectionError) if is_lost else contextlib.nullcontext():
         runner._hosted_loop.state_access.copy_from(0, follows=True)
     expected = before if is_lost else leader.operator.model.state_dict()
@@ -127,8 +127,8 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
 def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypatch):
     runner = make_runner()
     runner.handle(TrainRequest(call_number=0, until_step=1))
-    monkeypatch.setattr(collectives, "all_reduce_min", lambda values: values)
-    monkeypatch.setattr(collectives, "fingerprint", lambda state: pytest.fail("read"))
+    runner._train_state.collectives.all_reduce_min = lambda *values: [*values]
+    monkeypatch.setattr(state_access, "fingerprint", lambda state: pytest.fail("read"))
     runner._train_state.collectives.broadcast = lambda make, rank: make()
     runner._hosted_loop.state_access.copy_from(0, follows=False)
 
@@ -419,8 +419,8 @@ def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
         sent.append(create())
         return sent[-1]
 
-    monkeypatch.setattr(collectives.TorchCollectives, "broadcast", broadcast)
-    monkeypatch.setattr(collectives.TorchCollectives, "all_reduce_min", lambda _, *own: own)
+    monkeypatch.setattr(TorchCollectives, "broadcast", broadcast)
+    monkeypatch.setattr(TorchCollectives, "all_reduce_min", lambda _, *own: own)
     make_runner(context=WorkerContext(world_size=2, in_driver=True))
     assert "batch size 8" in str(sent)
 

@@ -14,7 +14,8 @@ from raysgd._internal.nested import map_leaves, try_copy
 from raysgd.callbacks import EMA
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.torch import collectives
+from raysgd.torch.collectives import TorchCollectives
+from raysgd.torch.digests import fingerprint
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -402,11 +403,11 @@ def test_states_of_several_tensors_are_copied_sent_and_restored(process_group):
     (image,) = Rollback([optimizer], [])._backups
     image.take()
     copied = map_leaves({"state": [packed]}, try_copy)["state"][0]
-    sent = collectives.broadcast_state(lambda: {"a": packed}, 0, torch.device("cpu"))["a"]
-    digest = collectives.fingerprint({"a": packed})
-    assert digest == collectives.fingerprint({"a": copied})
+    sent = TorchCollectives(torch.device("cpu")).broadcast(lambda: {"a": packed}, 0)["a"]
+    digest = fingerprint({"a": packed})
+    assert digest == fingerprint({"a": copied})
     packed.codes.zero_()
-    assert digest != collectives.fingerprint({"a": packed})
+    assert digest != fingerprint({"a": packed})
     image.restore()
     for each in (copied, sent, optimizer.state[parameter]["exp_avg"]):
         assert type(each) is Packed

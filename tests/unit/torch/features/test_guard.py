@@ -24,7 +24,7 @@ from raysgd.loop.requests import (
     TrainRequest,
     ValidateRequest,
 )
-from raysgd.torch import collectives
+from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.strategies.ddp import plain
 from tests.conftest import needs_full_sharding
@@ -317,7 +317,7 @@ def interrupted():
         pytest.MonkeyPatch.context() as patch,
         contextlib.suppress(StepInterruptedError),
     ):
-        patch.setattr(collectives, "broadcast_object", interrupt)
+        patch.setattr(TorchCollectives, "broadcast", interrupt)
         yield
 
 
@@ -325,10 +325,10 @@ def interrupted():
 def late_report(rank):
     """Let `ODD` get the last report when the others end theirs. It fails if they have raised."""
     store = dist.distributed_c10d._get_default_store()
-    broadcast, handle = collectives.broadcast_object, ReplicaGuard._report_difference
+    broadcast, handle = TorchCollectives.broadcast, ReplicaGuard._report_difference
 
-    def late_broadcast(thing, source):
-        result = broadcast(thing, source)
+    def late_broadcast(group, make, source):
+        result = broadcast(group, make, source)
         if source == NUM_WORKERS - 1:
             store.wait(["ended"])
             assert not store.check(["raised"])
@@ -336,8 +336,8 @@ def late_report(rank):
 
     def watched_handle(guard, *arguments):
         with pytest.MonkeyPatch.context() as patch:
-            low, ends = collectives.all_reduce_min, lambda: store.set("ended", "")
-            patch.setattr(collectives, "all_reduce_min", lambda *a: ends() or low(*a))
+            low, ends = TorchCollectives.all_reduce_min, lambda: store.set("ended", "")
+            patch.setattr(TorchCollectives, "all_reduce_min", lambda *a: ends() or low(*a))
             try:
                 handle(guard, *arguments)
             finally:
@@ -346,7 +346,7 @@ def late_report(rank):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == ODD:
-            patch.setattr(collectives, "broadcast_object", late_broadcast)
+            patch.setattr(TorchCollectives, "broadcast", late_broadcast)
         else:
             patch.setattr(ReplicaGuard, "_report_difference", watched_handle)
         yield
