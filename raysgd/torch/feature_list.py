@@ -14,6 +14,7 @@ from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sample_rate import SampleRate
 from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
 from raysgd.torch.optimization import Optimization
 
@@ -41,8 +42,9 @@ class OperatorFeatures:
     """The features that an operator or a callback calls itself."""
 
     def __init__(self, registered: RegisteredObjects) -> None:
-        self.optimization = Optimization(registered)
-        self.schedules = Schedules(registered, self.optimization.checks)
+        self.checks = StepChecks(registered)  # which the next two call too
+        self.optimization = Optimization(registered, self.checks)
+        self.schedules = Schedules(registered, self.checks)
         self.averaging = WeightAveraging(registered)
         self.unregistered_tensors = UnregisteredTensors(registered)
 
@@ -61,7 +63,7 @@ def features_of(
     yield registered.exchange  # averages of gradients; equal models
     yield own.optimization  # from losses to updates
     yield registered.frozen  # which states can leave out
-    yield own.optimization.checks  # errors for code that would make other updates
+    yield own.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
         yield BadStepFilter(registered, options.bad_steps)  # updates that are not applied
     yield GradientNorms(registered, max_grad_norm)  # clipping

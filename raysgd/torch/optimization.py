@@ -60,9 +60,8 @@ class Optimization(StepFeature):
     `AccumulatedGradients`, takes the gradients of earlier micro-batches out of ``.grad``.
     """
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered, self._update = registered, registered.update
-        self.checks = StepChecks(registered)
+    def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
+        self._registered, self._update, self._checks = registered, registered.update, checks
         self._accumulated = AccumulatedGradients()
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
@@ -75,7 +74,7 @@ class Optimization(StepFeature):
         """
         optimizers, num_batches = self._registered.optimizers, self._registered.accumulation_steps
         if num_batches > 1:
-            self.checks.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
+            self._checks.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
         self._update.optimizer_steps.optimizers = optimizers
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._step_pre_hook)
@@ -104,8 +103,8 @@ class Optimization(StepFeature):
         if not registered.data.knows_sizes:
             count = count.with_samples()
             if count.num_items is None and not count.is_sum:
-                self.checks.warn_of_dropped_samples(segment)
-        self.checks.before_backward(count)
+                self._checks.warn_of_dropped_samples(segment)
+        self._checks.before_backward(count)
         clones = len(self._registered.optimizers) > 1
         self._accumulated.restore(is_first=not update.loss_weights.has_loss, clones=clones)
         exchange = registered.exchange
@@ -119,7 +118,7 @@ class Optimization(StepFeature):
                 loss = feature.filter_loss(update, loss, factors)
         loss = loss if factors.loss == 1.0 else loss * factors.loss
         registered.precision.backward(loss, update.in_last_micro_batch)
-        self.checks.after_backward()
+        self._checks.after_backward()
 
     def _multiply_gradients(self, factor: float) -> None:
         parameters = [p for model in self._registered.models for p in model.parameters()]
@@ -133,7 +132,7 @@ class Optimization(StepFeature):
         update = self._update
         if update.is_warm_up:
             raise WarmedUp
-        self.checks.before_step(optimizer)
+        self._checks.before_step(optimizer)
         if not update.in_last_micro_batch:
             self._registered.exchange.take_gradients(optimizer)
             self._accumulated.set_aside(parameters_of(optimizer))
@@ -166,7 +165,7 @@ class Optimization(StepFeature):
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not update.optimizer_steps.in_optimizer_step:
             self._registered.timing.begin(OPTIMIZER)
-            self.checks.check_direct_step(optimizer)
+            self._checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.average(optimizer)
                 if not update.loss_weights.divisor:
@@ -187,13 +186,13 @@ class Optimization(StepFeature):
 
     def _step_post_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._registered.optimizers:
-            self.checks.has_stepped = True
+            self._checks.has_stepped = True
             self._update.optimizer_steps.end(optimizer)
             if not self._update.optimizer_steps.in_optimizer_step:
                 self._registered.timing.begin(OTHER)
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.checks.has_stepped = True
+        self._checks.has_stepped = True
         self._registered.exchange.average(optimizer)
 
     # ---- the end of an update
