@@ -142,11 +142,8 @@ class UserWrappedExchange(GroupExchange):
             for wrapper, value in zip(self._wrappers, before, strict=True):
                 wrapper.require_forward_param_sync = value
 
-    def commit(self, update: Update) -> None:
-        self._set_sync(True)
-
     def roll_back(self, update: Update) -> None:
-        self._set_sync(True)
+        self._set_sync(True)  # a commit follows the last micro-batch, which has set it
 
 
 class ReplicatedExchange(UserWrappedExchange):
@@ -225,7 +222,6 @@ class ReplicatedExchange(UserWrappedExchange):
             passes.complete_skipped()
 
     def commit(self, update: Update) -> None:
-        super().commit(update)
         for passes in self._passes:
             passes.end_update()
 

@@ -33,7 +33,7 @@ from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
 
 
 class FullyShardedModel(OptimizerShards, Replication):
-    """Shards models and their optimizer.
+    """Shards models and their optimizer: a `Replication`, and the only feature that it lists.
 
     A worker sends its gradients to the workers that hold copies of its shard, so that these workers
     can repeat its update. Parameters change when all workers have computed their updates.

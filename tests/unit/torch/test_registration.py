@@ -162,8 +162,7 @@ def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     train_state.registered.exchange.use_wrappers([])
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
-    for feature in train_state.features:
-        feature.commit(train_state.update)
+    train_state.roll_back()
     assert wrapped.require_backward_grad_sync
 
 
