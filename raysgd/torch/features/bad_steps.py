@@ -87,8 +87,7 @@ class BadStepFilter(StepFeature):
 
     def _record_bad_step(self, update: Update, reason: str, value: Any) -> None:
         registered, position = self._registered, self._registered.position
-        source = registered.data.source(registered.data.trains_on)
-        num_samples = update.plan.total_samples or 0
+        source, num_samples = registered.data.training_source, update.plan.total_samples or 0
         update.bad_step = {
             "step": position.global_step + update.plan.num_steps,
             "epoch": position.epoch + 1,

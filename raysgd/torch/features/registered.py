@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
+from raysgd.data.partition import EpochPartition
 from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
@@ -55,6 +56,11 @@ class RegisteredObjects:
         self.criteria: list[Any] = []
 
     context: WorkerContext = forward_to("_settings.context", "Rank and size of this generation.")
+
+    @property
+    def partition(self) -> EpochPartition:
+        """Which samples of an epoch each worker trains on in this generation."""
+        return cast(EpochPartition, self.data.training_source.partition)
 
     @property
     def given_models(self) -> list[torch.nn.Module]:

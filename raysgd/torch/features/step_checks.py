@@ -56,21 +56,22 @@ class StepChecks(StepFeature):
 
     def commit(self, update: Update) -> None:
         self._watched.clear()
-        steps, losses, why = update.optimizer_steps, update.loss_weights, ""
+        registered, why = self._registered, ""
+        steps, losses = update.optimizer_steps, update.loss_weights
         self._keeps_gradients = not steps.counts and any(map(_has_gradients, steps.optimizers))
-        if self._collective or self._registered.options.elastic.shares != "even":
+        if self._collective or registered.options.elastic.shares != "even":
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
             elif self._collective and losses.counted_items is None:
                 why = f"calls {self._collective}, and self.backward(loss) without num_samples"
-        num_even = self._registered.context.world_size * update.plan.num_samples if why else 0
+        num_even = registered.context.world_size * update.plan.num_samples if why else 0
         if steps.counts and why and update.plan.total_samples not in (None, num_even):
-            self._registered.warn_once(
+            registered.warn_once(
                 "weight",
                 "The workers have different numbers of samples in step %d, and train_batch %s. "
                 "Losses then have wrong weights. Pass num_samples to self.backward for each loss. "
                 'Or use drop_last=True, and ElasticConfig(global_batch="scale", shares="even").',
-                self._registered.position.global_step,
+                registered.position.global_step,
                 why,
             )
 
@@ -150,11 +151,10 @@ class StepChecks(StepFeature):
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        update = self._update
-        key = id(optimizer)
-        if key in update.optimizer_steps.requested:
+        losses, requested = self._update.loss_weights, self._update.optimizer_steps.requested
+        if id(optimizer) in requested:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
-        update.optimizer_steps.requested.add(key)
+        requested.add(id(optimizer))
         if _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
@@ -168,7 +168,6 @@ class StepChecks(StepFeature):
                 "register(max_grad_norm=...), or change them in a hook: call "
                 "optimizer.register_step_pre_hook(fn) in setup, before register."
             )
-        losses = update.loss_weights
         if not losses.has_loss and (losses.num_earlier or _has_gradients(optimizer)):
             self._reject(_NO_BACKWARD)
 

@@ -147,7 +147,7 @@ class EqualBitsExchange(GroupExchange):
         self._schedulers = list(map(scheduler_state, self._registered.schedulers))
 
     def begin_micro_batch(self, update: Update) -> None:
-        owned = self._registered.data.training_source.partition.owned_parts
+        owned = self._registered.partition.owned_parts
         if update.index > 0:
             self._end_part()
             for optimizer in update.optimizer_steps.optimizers:  # of losses of other optimizers
@@ -229,7 +229,7 @@ class EqualBitsExchange(GroupExchange):
         own = self._gradients.pop(id(optimizer))
         kind = 2 * numbers[id(optimizer)] + (update.loss_weights.counted_items is not None)
         flags = self._reduce_flags(kind, [*own.flags, *self._buffers.changes()])
-        partition: EpochPartition = self._registered.data.training_source.partition
+        partition = self._registered.partition
         total = sum_over_workers(own.tree, self._num_parts, partition.shares)
         if update.loss_weights.counted_items is not None:
             *total, count = total
@@ -399,7 +399,7 @@ class PartMetrics:
 
     def all_gather(self, updates: Sequence[MicroBatchMetrics]) -> list[MicroBatchMetrics]:
         """Return the metrics of all workers' parts."""
-        partition: EpochPartition = self._registered.data.training_source.partition
+        partition = self._registered.partition
         parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
         messages = self._gather(pickle.dumps(map_leaves(own, on_cpu)))
