@@ -15,7 +15,8 @@ from raysgd.torch.tensors import total_norm
 class GradientExchange(StepFeature):
     """Combines the gradients of the workers. `table.py` chooses the subclass.
 
-    The defaults are those of a worker alone.
+    `Optimization` calls the methods below for losses and steps, and `TrainState` calls the hooks,
+    such as `begin_micro_batch` and `commit`. The defaults are those of a worker alone.
     """
 
     keeps_all_equal = False
@@ -25,25 +26,25 @@ class GradientExchange(StepFeature):
     """Number of workers that average their gradients."""
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
-        """Prepare the registered models and optimizers. With arguments of ``register``."""
+        """Prepare the models and optimizers, in `register`, with two of its arguments."""
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
-        """Replace models with `wrappers`, which user code has made in ``setup``."""
+        """After ``setup``, replace models with `wrappers` that user code has made in it."""
 
     def all_reduce_sum(self, number: float) -> float:
-        """Return the sum of a number over the workers whose gradients meet."""
+        """Return the sum of a number, such as items, over the workers whose gradients meet."""
         return number
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the gradients of a micro-batch. The caller accumulates those that remain."""
+        """Take gradients of any micro-batch but the last. The caller keeps those that remain."""
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients of an optimizer that the workers have not averaged."""
+        """Average gradients that the backward passes have not, before an optimizer steps."""
 
     def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         """Return the tensors with this worker's gradients of some parameters, and their norm.
 
-        The norm covers all workers.
+        The norm covers all workers. Features need it in `before_optimizer_step`.
         """
         gradients = [
             p.grad.coalesce().values() if p.grad.is_sparse else p.grad  # for embeddings

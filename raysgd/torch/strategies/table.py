@@ -28,6 +28,7 @@ from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizers
 class Strategy(NamedTuple):
     """Makes the `Replication` and the `GradientExchange` of a mode.
 
+    `register` calls `check`, moves the models, and calls `new_replication` and then `new_exchange`.
     `Options.layout` is the third part of a strategy.
     """
 
