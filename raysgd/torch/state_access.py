@@ -49,6 +49,44 @@ class TorchStateAccess(StateAccess):
         """The models without wrappers."""
         return list(map(ddp.plain, self._registered.models))
 
+    def read(self) -> dict[str, Any]:
+        models = [(model, model.state_dict()) for model in self._models]
+        state: dict[str, Any] = {
+            "models": list(itertools.starmap(self._unsharded_part, models)),
+            "optimizers": list(map(optimizer_state, self._registered.optimizers)),
+        }
+        if self._registered.schedulers:
+            state["schedulers"] = list(map(scheduler_state, self._registered.schedulers))
+        state["requires_grad"] = self._changed_since_setup()
+        for feature in self._registered.features:
+            state |= feature.state_dict()
+        return state | {"parameters": list(map(self._parameters_of, self._registered.optimizers))}
+
+    def check(self, state: dict[str, Any]) -> None:
+        state = with_frozen(state, self._unchanged_digests(), self._models)
+        for name, objects, saved in self._stateful(state):
+            check_objects(name, objects, saved, state_problem)
+        if "parameters" in state:  # older files lack it
+            parameters, optimizers = state["parameters"], self._registered.optimizers
+            check_objects("optimizers", optimizers, parameters, self._order_problem)
+        if state.get("schedulers") and not self._registered.schedulers:
+            self._registered.warn_once(
+                "schedulers",
+                "The loaded state has schedulers, which are ignored because the operator has none.",
+            )
+        if not all(isinstance(each, Mapping) for each in state.get("requires_grad", ())):
+            raise CheckpointError(
+                "The state's 'requires_grad' must be a list of dicts from the names of parameters."
+            )
+        for feature in self._registered.features:
+            feature.check_state(state)
+
+    merge_shards = staticmethod(gather_state)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._load(self._registered.replication.unsharded_state(state))
+        self._registered.replication.load(state)
+
     def copy_from(self, leader_rank: int, follows: bool) -> None:
         """Load the state of the leader if this rank `follows`. Every rank must call it.
 
@@ -85,10 +123,6 @@ class TorchStateAccess(StateAccess):
         pairs = zip(group.broadcast(lambda: own, leader_rank), own, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
         self._registered.frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
-
-    def _unchanged_digests(self) -> list[dict[str, int]]:
-        self._registered.frozen.forget()
-        return self._registered.frozen.digests_of_unchanged(self._models)
 
     # ---- parts and copies
 
@@ -140,83 +174,12 @@ class TorchStateAccess(StateAccess):
             for module, training in zip(model.modules(), own, strict=True):
                 module.training = training
 
-    def read(self) -> dict[str, Any]:
-        models = [(model, model.state_dict()) for model in self._models]
-        state: dict[str, Any] = {
-            "models": list(itertools.starmap(self._unsharded_part, models)),
-            "optimizers": list(map(optimizer_state, self._registered.optimizers)),
-        }
-        if self._registered.schedulers:
-            state["schedulers"] = list(map(scheduler_state, self._registered.schedulers))
-        state["requires_grad"] = self._changed_since_setup()
-        for feature in self._registered.features:
-            state |= feature.state_dict()
-        return state | {"parameters": list(map(self._parameters_of, self._registered.optimizers))}
-
-    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
-        """Return name and shape of each parameter of an optimizer, in the order of its state."""
-        names: dict[Any, str] = {}
-        for index, model in enumerate(self._models):
-            for name, parameter in model.named_parameters():
-                names.setdefault(parameter, f"models[{index}].{name}")
-        parameters = enumerate(parameters_of(optimizer))
-        return {names.get(each, f"number {n}"): list(each.shape) for n, each in parameters}
-
-    def _order_problem(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
-        pairs = itertools.zip_longest(self._parameters_of(optimizer).items(), saved.items())
-        for own, then in pairs:
-            if own != then:
-                return (
-                    f"its next parameter was {then} (name and shape), and is {own} now. Pass the "
-                    "same parameters in the same order. If you renamed them on purpose, also "
-                    "delete state['parameters']"
-                )
-        return ""
-
-    def _changed_since_setup(self) -> list[dict[str, bool]]:
-        """Return which parameters user code has frozen or thawed after ``setup``, by model."""
-        pairs = zip(self._models, self._initially_trained, strict=True)
-        return [
-            {k: v for k, v in ddp.required_gradients(model).items() if v != first.get(k)}
-            for model, first in pairs
-        ]
-
-    def _unsharded_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the part of a model's state that every worker has."""
-        if self._registered.replication.is_unsharded(model):
-            return state
-        sharded = dict(model.named_parameters(remove_duplicate=False))
-        return {key: value for key, value in state.items() if key not in sharded}
-
-    def check(self, state: dict[str, Any]) -> None:
-        state = with_frozen(state, self._unchanged_digests(), self._models)
-        for name, objects, saved in self._stateful(state):
-            check_objects(name, objects, saved, state_problem)
-        if "parameters" in state:  # older files lack it
-            parameters, optimizers = state["parameters"], self._registered.optimizers
-            check_objects("optimizers", optimizers, parameters, self._order_problem)
-        if state.get("schedulers") and not self._registered.schedulers:
-            self._registered.warn_once(
-                "schedulers",
-                "The loaded state has schedulers, which are ignored because the operator has none.",
-            )
-        if not all(isinstance(each, Mapping) for each in state.get("requires_grad", ())):
-            raise CheckpointError(
-                "The state's 'requires_grad' must be a list of dicts from the names of parameters."
-            )
-        for feature in self._registered.features:
-            feature.check_state(state)
-
-    merge_shards = staticmethod(gather_state)
-
     def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
         own = self.read()
         tensors = {key: own[key] for key in ("optimizers", "models")}
         return dict(reuse_memory(state, tensors, incoming))
 
-    def load(self, state: dict[str, Any]) -> None:
-        self._load(self._registered.replication.unsharded_state(state))
-        self._registered.replication.load(state)
+    # ---- helpers
 
     def _load(self, state: Mapping[str, Any]) -> None:
         stateful = self._stateful(state)
@@ -264,3 +227,42 @@ class TorchStateAccess(StateAccess):
         if self._registered.schedulers:
             kinds.append(("schedulers", self._registered.schedulers, state.get("schedulers", [])))
         return kinds
+
+    def _unsharded_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the part of a model's state that every worker has."""
+        if self._registered.replication.is_unsharded(model):
+            return state
+        sharded = dict(model.named_parameters(remove_duplicate=False))
+        return {key: value for key, value in state.items() if key not in sharded}
+
+    def _changed_since_setup(self) -> list[dict[str, bool]]:
+        """Return which parameters user code has frozen or thawed after ``setup``, by model."""
+        pairs = zip(self._models, self._initially_trained, strict=True)
+        return [
+            {k: v for k, v in ddp.required_gradients(model).items() if v != first.get(k)}
+            for model, first in pairs
+        ]
+
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
+        """Return name and shape of each parameter of an optimizer, in the order of its state."""
+        names: dict[Any, str] = {}
+        for index, model in enumerate(self._models):
+            for name, parameter in model.named_parameters():
+                names.setdefault(parameter, f"models[{index}].{name}")
+        parameters = enumerate(parameters_of(optimizer))
+        return {names.get(each, f"number {n}"): list(each.shape) for n, each in parameters}
+
+    def _order_problem(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+        pairs = itertools.zip_longest(self._parameters_of(optimizer).items(), saved.items())
+        for own, then in pairs:
+            if own != then:
+                return (
+                    f"its next parameter was {then} (name and shape), and is {own} now. Pass the "
+                    "same parameters in the same order. If you renamed them on purpose, also "
+                    "delete state['parameters']"
+                )
+        return ""
+
+    def _unchanged_digests(self) -> list[dict[str, int]]:
+        self._registered.frozen.forget()
+        return self._registered.frozen.digests_of_unchanged(self._models)
