@@ -1,4 +1,7 @@
-"""The interfaces of the features of an update, and of what knows where the models are."""
+"""The interfaces of the features of an update, and of what knows where the models are.
+
+They are in one file because a mode that shards implements both, and the loop calls both.
+"""
 
 from __future__ import annotations
 
