@@ -360,10 +360,10 @@ class text(Spans):  # noqa: N801  users call the formats like functions
     def _build_index(self, file: int) -> np.ndarray[Any, Any]:
         starts, offset, rest = [], 0, b""
         while data := self._read_at(file, offset + len(rest), _BLOCK_BYTES):
-            if not offset and b"\0" in data[:_NUM_TEXT]:
+            if b"\0" in data[: 0 if offset else _NUM_TEXT] or bytes(512) in data:  # it was cut
                 raise RecordError(
-                    f"{self.paths[file]}: has zero bytes, so it is not UTF-8 text. Read tar "
-                    "archives with tar(), Parquet files with parquet(), and convert other files."
+                    f"{self.paths[file]}: has zero bytes, so it is not UTF-8 text, or cut. Read "
+                    "tar archives with tar(), Parquet files with parquet(), and convert others."
                 )
             data = rest + data
             size = data.rfind(b"\n") + 1
