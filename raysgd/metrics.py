@@ -324,9 +324,9 @@ class AverageMeterCollection:
 
     def has_bad_loss(self) -> bool:
         """Return whether a metric with ``loss`` in its name has a value that is not finite."""
-        totals = [meter._total for name, meter in self._meters.items() if "loss" in name]
+        totals = [meter._total for name, meter in self._meters.items() if "loss" in name.lower()]
         for name, (merged, _) in self._mergeable.items():
-            if "loss" in name and isinstance(merged, Sums):
+            if "loss" in name.lower() and isinstance(merged, Sums):
                 totals += merged._sums.values()
         # Exact totals are finite.
         rest = (on_cpu(each) for each in totals if not isinstance(each, int))

@@ -83,7 +83,7 @@ def find_newly_nonfinite(arrays: Finiteness, earlier: Finiteness) -> str:
 def nonfinite_loss(metrics: Mapping[str, Any]) -> str:
     """Return the first loss that is NaN or infinite, as "train_loss is nan", or ""."""
     for name, value in metrics.items():
-        is_loss = "loss" in name and not name.startswith("last_")  # that may have no weight
+        is_loss = "loss" in name.lower() and not name.startswith("last_")  # may have no weight
         if is_loss and isinstance(value, float) and not math.isfinite(value):
             return f"{name} is {value}"
     return ""

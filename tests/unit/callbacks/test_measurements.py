@@ -98,8 +98,9 @@ def test_optimizers_of_keras_have_a_rate_too():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
-def test_a_loss_that_is_no_number_ends_the_run(make_trainer, tmp_path, value, method):
+@pytest.mark.parametrize("name", ["train_loss", "val_loss", "trainLoss"])
+def test_a_loss_that_is_no_number_ends_the_run(make_trainer, tmp_path, value, name):
+    method = "validate_batch" if name == "val_loss" else "train_batch"
     saving = CheckpointCallback(tmp_path, monitor="val_loss")
     trainer = make_trainer(Recorder, callbacks=[TerminateOnNaN(), saving])
     operator = trainer.get_local_operator()
@@ -108,14 +109,14 @@ def test_a_loss_that_is_no_number_ends_the_run(make_trainer, tmp_path, value, me
     def spoiled(batch, batch_info):
         metrics = original(batch, batch_info)
         if batch_info["epoch_idx"] == (1 if method == "train_batch" else 2):
-            metrics |= {"train_loss": value, "val_loss": value, "val_other": 1.0}
+            metrics |= {name: value, "val_other": 1.0}
         return metrics
 
     setattr(operator, method, spoiled)
     history = trainer.fit(5)
     assert len(history) == 2
     step = 6 if method == "train_batch" else 10  # a loss of training ends its step
-    assert f"_loss is {value} in epoch 2, step {step}." in history.stop_reason
+    assert f"{name} is {value} in epoch 2, step {step}." in history.stop_reason
     if method == "validate_batch" and math.isnan(value):
         assert "epoch-00001" in saving.best
 
