@@ -32,10 +32,10 @@ class Attempt:
             self.add(member, future)
         self.outcomes: dict[WorkerHandle, Outcome] = {}
         self.lost: dict[WorkerHandle, BaseException] = {}
-        self.first_error: tuple[WorkerHandle, Outcome] | None = None
+        self.first_user_error: tuple[WorkerHandle, Outcome] | None = None
         self.needs_new_group = False
         """Whether the workers must form a group again though none has failed."""
-        self.lost_answer: BaseException | None = None
+        self.connection_error: BaseException | None = None
         """The error of a worker that may live, but whose outcome will never come."""
 
     def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
@@ -55,7 +55,7 @@ class Attempt:
     @property
     def is_explained(self) -> bool:
         """Whether the attempt has a cause, or needs none."""
-        return self.needs_new_group or bool(self.lost) or self.first_error is not None
+        return self.needs_new_group or bool(self.lost) or self.first_user_error is not None
 
     def collect(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
@@ -69,12 +69,12 @@ class Attempt:
             error = future.exception()
             if error is None:
                 outcome = self.outcomes[member] = future.result()
-                if outcome.kind == "user" and self.first_error is None:
-                    self.first_error = (member, outcome)
+                if outcome.kind == "user" and self.first_user_error is None:
+                    self.first_user_error = (member, outcome)
                 elif outcome.kind == "cut off":
                     self.needs_new_group = True
             elif member.may_be_alive(error):
-                self.lost_answer, self.needs_new_group = error, True
+                self.connection_error, self.needs_new_group = error, True
             elif is_worker_loss(error):
                 self.lost[member] = error
             else:
@@ -93,11 +93,11 @@ class Attempt:
 
     def make_error(self) -> BaseException:
         """Return the exception to raise for a failure without a lost worker."""
-        if self.first_error is not None:
-            return self.first_error[1].exception()
+        if self.first_user_error is not None:
+            return self.first_user_error[1].exception()
         stopped = ("communication", "stopped", "cut off")
         reasons = (o.exception() for o in self.outcomes.values() if o.kind in stopped)
-        reason = next(reasons, self.lost_answer)
+        reason = next(reasons, self.connection_error)
         error = CollectiveError(
             f"All workers are alive, but could not communicate: {reason}. Check that all workers "
             "make the same backward passes and call the same collectives, in the same order."

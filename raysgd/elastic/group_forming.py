@@ -125,7 +125,7 @@ class GroupForming:
 
     def restart(self, min_workers: int) -> state_machine.GroupEvent:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
-        began, is_first = self._clock.monotonic(), self._scale_up.is_first
+        began, is_first = self._clock.monotonic(), self._scale_up.is_first_start
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
         num_before = len(self._group.members)
         self._group.discard(*self._group.members)
@@ -184,7 +184,7 @@ class GroupForming:
         members = self._group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
         self._status.ranks = {member: rank for rank, member in enumerate(members)}
         progress = Progress()
-        for attempt in self._phases(members):
+        for attempt in self._start_phases(members):
             if attempt.has_failed:
                 self._handle_failed_start(attempt, members)
                 return False
@@ -199,7 +199,7 @@ class GroupForming:
         self._scale_up.set_up_alone()
         return True
 
-    def _phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
+    def _start_phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
         """Start a group, and yield the attempt of each phase."""
         leader = None if self._scale_up.sets_up_together else 0
         if leader is not None:  # the other workers get the snapshot from the leader

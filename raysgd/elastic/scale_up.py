@@ -145,7 +145,7 @@ class ScaleUp:
         self._retry_at: dict[AnySlot, float] = {}
         self._resized_at = self.group.clock.monotonic()
         self._enough_at: float | None = None
-        self.is_first = True
+        self.is_first_start = True
         """Whether no group has formed yet."""
         self._has_logged_silence = False
 
@@ -266,7 +266,7 @@ class ScaleUp:
                     node_id=handle.info.node_id,
                     cause=cause,
                 )
-        elif self.is_first or not isinstance(error, WorkerTimeoutError):
+        elif self.is_first_start or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
         if isinstance(error, CheckpointError):  # no worker can load this state
             self._failures = max(self._failures, self.config.max_attempts - 1)
@@ -324,7 +324,7 @@ class ScaleUp:
             self._enough_at = now
         may_join_later = self.policy.survivors_stay and self.config.grow
         replace_lost = all(slot in self._lost_slots for slot in late)
-        is_short = may_join_later and (replace_lost or not self.is_first)
+        is_short = may_join_later and (replace_lost or not self.is_first_start)
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
         return now >= self._enough_at + grace_s and all(
             handle.is_remote for handle in late.values()
@@ -348,7 +348,7 @@ class ScaleUp:
             self._pending.remove(worker)
             self._crashes.pop(worker.slot, None)
             self._lost_slots = [slot for slot in self._lost_slots if slot is not worker.slot]
-        self.is_first = False
+        self.is_first_start = False
         if handles:
             self.reset_failures()
         self._resized_at = self.group.clock.monotonic()

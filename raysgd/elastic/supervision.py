@@ -91,7 +91,7 @@ class Supervision:
         everyone, rank = self._group.members, call.rank
         members = list(everyone) if rank is None else [everyone[rank]]
         with contextlib.ExitStack() as stack:
-            packed, inbox = self._prepare(call, members, stack)
+            packed, inbox = self._pack_request(call, members, stack)
             self.attempt = attempt = Attempt({}, self._clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 answer = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
@@ -102,9 +102,9 @@ class Supervision:
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
-        return self._conclude(call, action, attempt, polled)
+        return self._end_attempt(call, action, attempt, polled)
 
-    def _prepare(
+    def _pack_request(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
@@ -126,7 +126,7 @@ class Supervision:
         inbox = call.open_inbox and stack.enter_context(call.open_inbox(hosts))
         return packed, inbox
 
-    def _conclude(
+    def _end_attempt(
         self, call: Call, action: RunCall, attempt: Attempt, polled: Progress | None
     ) -> GroupEvent:
         """Let the components check the group after an attempt, and return its event."""
@@ -144,7 +144,7 @@ class Supervision:
                 self._components.snapshots.await_changes()
             outcomes = [attempt.outcomes[member] for member in attempt.members]
             return CallReturned(outcomes=outcomes, is_complete=is_complete)
-        member, outcome = attempt.first_error or (None, None)
+        member, outcome = attempt.first_user_error or (None, None)
         self._split = 0 if outcome is None else outcome.split
         if member and outcome and outcome.split:  # memory ran out
             cause = repr(outcome.unpack())

@@ -59,7 +59,7 @@ def test_the_first_failure_in_time_is_the_one_to_raise():
     assert attempt.has_failed
     futures["a"].set_result(outcome("user", KeyError("a consequence")))
     attempt.collect(0)
-    assert attempt.first_error[0] == "b"
+    assert attempt.first_user_error[0] == "b"
     assert isinstance(attempt.make_error(), ValueError)
 
 
