@@ -51,7 +51,6 @@ class TrainState(ABC):
     # What the loop reads of the registered objects.
     given_models: list[Any]
     """The models that the user registered as models, without criteria."""
-    optimizers: list[Any]
     accumulation_steps: int = 1
     replication: Replication = Replication()
     is_registered = False
@@ -81,6 +80,7 @@ class TrainState(ABC):
     epoch: int = forward_to("position.epoch")
     offset: int = forward_to("position.offset")
     global_step: int = forward_to("position.global_step")
+    optimizers: list[Any] = forward_to("update.optimizer_steps.optimizers")
 
     def set_features(self, features: Sequence[StepFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
@@ -165,7 +165,7 @@ class OptimizerSteps:
 
     def __init__(self, update: Update) -> None:
         self._update = update
-        self.optimizers: Sequence[Any] = ()
+        self.optimizers: list[Any] = []  # that are registered
         self.usual_counts: dict[int, int] = {}
         """Most steps of an update that counted, by the ID of the optimizer."""
         self.reset()

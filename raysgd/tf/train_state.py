@@ -44,7 +44,6 @@ class KerasTrainState(TrainState):
     def __init__(self, settings: TFSettings) -> None:
         super().__init__(settings, settings.options.seed)
         self.models: list[Any] = []
-        self.optimizers = []
         self.data = KerasSources(settings, self.position.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
         self.micro_batching = MicroBatching(settings, self.update)

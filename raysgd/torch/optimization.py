@@ -75,7 +75,6 @@ class Optimization(StepFeature):
         optimizers, num_batches = self._registered.optimizers, self._registered.accumulation_steps
         if num_batches > 1:
             self._checks.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
-        self._update.optimizer_steps.optimizers = optimizers
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._step_pre_hook)
             optimizer.register_step_post_hook(self._step_post_hook)

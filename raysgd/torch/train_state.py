@@ -28,7 +28,6 @@ class TorchTrainState(TrainState):
     settings: OperatorSettings
     data: TorchSources
     given_models: list[torch.nn.Module] = forward_to("registered.given_models")
-    optimizers: list[torch.optim.Optimizer] = forward_to("registered.optimizers")
     accumulation_steps: int = forward_to("registered.accumulation_steps")
     replication: Replication = forward_to("registered.replication")
 

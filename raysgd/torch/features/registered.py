@@ -44,7 +44,7 @@ class RegisteredObjects:
         # All features, in the order of their hooks, and those that override a hook of an update.
         self.features, self.features_with = owner.features, owner.features_with
         # `register` sets these, in this order. After ``setup``, `models` has wrappers of user code.
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[torch.optim.Optimizer] = self.update.optimizer_steps.optimizers
         self.num_criteria = 0  # criteria with trained parameters, which are the last of `models`
         self.schedulers: list[Any] = []
         self.models: list[torch.nn.Module] = []
