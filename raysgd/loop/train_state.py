@@ -140,7 +140,7 @@ class TrainState(ABC):
     def commit(self, num_steps: int, offset: int) -> None:
         """Commit the update in progress, after which the position is at `offset` of the epoch."""
         update, position = self.update, self.position
-        update.is_committing = True
+        update.begin_commit()
         for feature in self.features_with["before_commit"]:
             feature.before_commit(update)
         update.commit()
