@@ -111,6 +111,8 @@ class TrainingOperator(OperatorBase):
         """
         self._check_own_steps("validate_batch")
         self._check_criterion()
+        if not batch_info.get("batch_idx"):
+            self._train_state.check_compiled()
         unpacked = self._train_state.losses.unpack(batch, training=False)
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._forward, *unpacked, False)

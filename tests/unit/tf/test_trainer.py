@@ -292,8 +292,9 @@ def test_another_phase_of_training_is_an_error_that_names_the_way(change):
         trainer.get_local_operator().criterion = None
         assert trainer.train(num_steps=1)["batch_count"] == 1  # nothing had changed
         trainer.apply_all_operators(change)
-        with pytest.raises(RuntimeError, match="After setup, a model was compiled, an attribute"):
-            trainer.train(num_steps=1)
+        for call in (functools.partial(trainer.train, num_steps=1), trainer.validate):
+            with pytest.raises(RuntimeError, match="After setup, a model was compiled, an attr"):
+                call()
         weights = trainer.get_model().get_weights()
 
     class Next(Digits):
