@@ -53,6 +53,7 @@ _OF_CACHE = {
 }
 """Errors of a folder that is full, read-only, or of another user."""
 _WEB = "http://", "https://"
+_COPY_TIME = 10**9  # modification time of decompressed copies, until they change
 
 
 class RecordError(ValueError):
@@ -262,9 +263,9 @@ class Records(ABC):
         if (decompress := decompressor_of(_without_query(path))) is not None:
             target = self._cache_path(file, "raw")
             with self._caching(file):
-                if not target.exists():
+                if not _is_intact(target):
                     with lock_of_node(target.stem) as lock:
-                        if not target.exists():
+                        if not _is_intact(target):
                             self._decompress(file, decompress, target)
                         Path(lock.lock_file).unlink(missing_ok=True)
                 return open(target, "rb")
@@ -282,6 +283,8 @@ class Records(ABC):
                 mode = os.stat(path).st_mode | 0o600
                 os.fchmod(output.fileno(), os.fstat(output.fileno()).st_mode & mode & 0o777)
             output.writelines(decompress(source))
+            output.flush()
+            os.utime(output.fileno(), (time.time(), _COPY_TIME))
 
     def _with_file(self, file: int, read: Callable[[Any], T]) -> T:
         """Call `read` with an open file, which stays open. Open it again after an error.
@@ -401,6 +404,10 @@ class jsonl(text):  # noqa: N801
 
 def is_remote(fs: Any) -> bool:
     return "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+
+
+def _is_intact(copy: Path) -> bool:
+    return copy.exists() and copy.stat().st_mtime == _COPY_TIME
 
 
 def _without_query(path: str) -> str:

@@ -161,6 +161,8 @@ def test_copy_of_a_private_file_is_private_and_made_once(tmp_path, monkeypatch):
     assert made == [1]
     (copy,) = (tmp_path / "cache").glob("*.raw")
     assert copy.stat().st_mode & 0o777 == 0o600
+    copy.write_bytes(b"2\n")
+    assert list(Stream(text(tmp_path / "data.gz", cache_dir=tmp_path / "cache"))) == ["1"]
 
 
 @pytest.mark.parametrize("name", ["data", "data.gz"])
