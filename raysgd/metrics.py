@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -293,18 +294,13 @@ class AverageMeterCollection:
             if name == NUM_SAMPLES:
                 continue
             is_mean = is_numeric(value)
+            _check_size(name, value)
             if is_mean and name in self._mergeable:
                 value, is_mean = _sums_of(value, n), False
             if is_mean:
                 if name not in self._meters:
                     self._meters[name] = AverageMeter()
-                try:
-                    self._meters[name].update(value, n)
-                except OverflowError as error:
-                    raise ValueError(
-                        f"The metric {name!r} is an int of {value.bit_length()} bits. It must be "
-                        "below 1.8e308, the largest float64."
-                    ) from error
+                self._meters[name].update(value, n)
             elif isinstance(value, MergeableMetric):
                 if name in self._meters:
                     sums = self._meters.pop(name)._as_sums()
@@ -366,6 +362,14 @@ def _is_mean(name: str, value: Any) -> bool:
     return is_numeric(value) and not is_count and not name.startswith("last_")
 
 
+def _check_size(name: str, value: Any) -> None:
+    if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
+        raise ValueError(
+            f"The metric {name!r} is an int of {value.bit_length()} bits. It must be below "
+            "1.8e308, the largest float64."
+        )
+
+
 def _sums_of(value: Any, weight: float) -> Sums:
     # Ignore means over no samples, because they can be NaN, and NaN times 0 is NaN.
     return Sums(ratio, total=on_cpu(value) * weight if weight else 0.0, weight=weight)
@@ -377,6 +381,7 @@ def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
     for name, value in metrics.items():
         if NUM_SAMPLES in metrics or isinstance(value, Computed) or not _is_mean(name, value):
             continue
+        _check_size(name, value)
         result |= values_of(name, _sums_of(value, weight))
     return result
 

@@ -272,7 +272,7 @@ class Moody(Classifier):
         mood = (info or {}).get("mood")
         if mood == "no samples in all":
             result[NUM_SAMPLES] = -result[NUM_SAMPLES]
-        return result
+        return {"large": 10**400} if mood == "large in all" else result
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,6 @@ WRONG_CALLS = [
     ("save", {"path": b"x.pt"}, TypeError, "path", "b'x.pt'"),
     ("load", {"path": None}, TypeError, "None", "path or URL"),
     ("save", {"path": "~nosuch/x.pt"}, CheckpointError, "'~nosuch/x.pt'", "home folder"),
-    ("load", {"path": None}, TypeError, "None"),
     *(
         ("load_state_dict", {"state": state}, CheckpointError, "state", "models")
         for state in (None, "x", [1], {})
@@ -331,6 +330,7 @@ WRONG_RESULTS = [
     ("nothing", TypeError, "Moody.train_batch", "NoneType", "dict"),
     ("text", TypeError, "Moody.train_batch", "str", "dict"),
     ("large", ValueError, "'large'", "1329 bits", "1.8e308"),
+    ("large in all", ValueError, "'large'", "1329 bits", "1.8e308"),
     ("no samples in all", ValueError, "train_epoch", "num_samples=-", "at least 0"),
 ]
 
