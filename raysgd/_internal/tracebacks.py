@@ -20,8 +20,11 @@ from raysgd._internal.arguments import suggest_arguments
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Tracebacks of exception groups have a margin.
 _FRAME = re.compile(r'^[ |]*File "(.+)", line (\d+), in (.+)\n(?:[ |]{4,}(.+)\n)?', re.M)
-# A loader process adds its traceback to the message of its error.
-_OF_LOADER = re.compile(r"\nOriginal Traceback(?s:.*)\n  File .*(\n    .*)*")
+# A loader process and torch.compile add tracebacks to the messages of their errors.
+_ADDED = re.compile(
+    r"\nOriginal Traceback(?s:.*)\n  File .*(\n    .*)*"
+    r"|\n+(  Developer debug context:|from user code:\n)(?s:.*)"
+)
 
 _T = TypeVar("_T", bound=type)
 
@@ -84,7 +87,8 @@ def shows_full_tracebacks() -> bool:
 class FoldingTracebacks(contextlib.AbstractContextManager[None]):
     """Removes frames from the tracebacks of errors, unless RAYSGD_TRACEBACK=full.
 
-    Only the first error of a chain keeps a frame: the last one of user code, if there is one.
+    Only the first error of a chain keeps a frame: the last one of user code, if there is one. An
+    exception group and its members keep none.
     """
 
     def __enter__(self) -> None:
@@ -93,23 +97,22 @@ class FoldingTracebacks(contextlib.AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or shows_full_tracebacks():
             return
-        if error.args and isinstance(text := error.args[0], str) and "\nOriginal Trace" in text:
-            error.args = (type(text)(_OF_LOADER.sub("", text).rstrip()), *error.args[1:])
+        if error.args and isinstance(text := error.args[0], str) and _ADDED.search(text):
+            error.args = (type(text)(_ADDED.sub("", text).rstrip()), *error.args[1:])
         # An error can be its own cause: ``raise error from error``.
         while error.__cause__ is not None and error.__traceback__ is not None:
             error.__traceback__, error = None, error.__cause__
         error.__suppress_context__ = True
-        kept = entry = error.__traceback__
-        while entry is not None and kept is not None:
-            if _is_user_frame(entry) or not _is_user_frame(kept):
-                kept = entry
+        for each in (members := [error]):
+            members += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+            each.__traceback__ = None if len(members) > 1 else each.__traceback__
+        entries, entry = [], error.__traceback__
+        while entry is not None:
+            entries.append(entry)
             entry = entry.tb_next
-        if kept is not None:
+        own = [each for each in entries if is_user_file(each.tb_frame.f_code.co_filename)]
+        for kept in (own or entries)[-1:]:
             error.__traceback__ = TracebackType(None, kept.tb_frame, kept.tb_lasti, kept.tb_lineno)
-
-
-def _is_user_frame(entry: TracebackType) -> bool:
-    return is_user_file(entry.tb_frame.f_code.co_filename)
 
 
 def fold_tracebacks(kind: _T) -> _T:
