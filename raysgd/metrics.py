@@ -466,14 +466,9 @@ def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
     rates = {}
     for number, optimizer in enumerate(optimizers):
         name = "lr" if len(optimizers) == 1 else f"lr-{number}"
-        of_optimizer = _rates_of(optimizer)
-        for index, rate in enumerate(of_optimizer):
-            rates[name if len(of_optimizer) == 1 else f"{name}/group{index}"] = rate
+        groups = getattr(optimizer, "param_groups", None) or [{"lr": optimizer.learning_rate}]
+        for index, group in enumerate(groups):
+            # In Keras with several workers, float() rejects the variable.
+            rate = group["lr"].numpy() if hasattr(group["lr"], "assign") else group["lr"]
+            rates[name if len(groups) == 1 else f"{name}/group{index}"] = float(rate)
     return rates
-
-
-def _rates_of(optimizer: Any) -> list[float]:
-    if hasattr(optimizer, "param_groups"):
-        return [float(group["lr"]) for group in optimizer.param_groups]
-    rate = optimizer.learning_rate  # in Keras with several workers, float() rejects the variable
-    return [float(rate.numpy() if hasattr(rate, "numpy") else rate)]

@@ -30,8 +30,7 @@ def address_towards(address: str) -> str:
     """Return this machine's source address for packets to `address`. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((address, 1))
-        name: str = sock.getsockname()[0]
-        return name
+        return str(sock.getsockname()[0])
 
 
 def is_single_node(addresses: Sequence[str]) -> bool:

@@ -54,7 +54,7 @@ def assign_contexts(
     contexts = {}
     for node_rank, ranks in enumerate(ranks_on.values()):
         gpus = {gpu for rank in ranks for gpu in infos[rank].gpu_ids}
-        visible = tuple(sorted(gpus, key=_gpu_key))
+        visible = tuple(sorted(gpus, key=lambda gpu: (len(gpu), gpu)))
         for local_rank, rank in enumerate(ranks):
             info = infos[rank]
             contexts[rank] = WorkerContext(
@@ -142,7 +142,3 @@ def pause_step(progress: Sequence[Progress], notice_s: float) -> int:
     first = max(progress, key=lambda p: p.position.global_step)
     step_s = first.measured.step_s
     return first.position.global_step + 2 + (math.ceil(notice_s / step_s) if step_s > 0 else 0)
-
-
-def _gpu_key(gpu: str) -> tuple[int, int, str]:
-    return (0, int(gpu), "") if gpu.isdigit() else (1, 0, gpu)

@@ -155,10 +155,6 @@ class Options(ABC):
     # ---- derived values
 
     @property
-    def is_inline(self) -> bool:
-        return self.use_local and self.num_workers == 1
-
-    @property
     def use_horovod(self) -> bool:
         return self.backend == "horovod"
 
@@ -175,10 +171,10 @@ class Options(ABC):
                 f"{self.trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False): these "
                 "contradict each other. Remove GPU, or pass use_gpu=True."
             )
-        use_gpu = self.use_gpu
+        use_gpu, is_inline = self.use_gpu, self.use_local and self.num_workers == 1
         if use_gpu == "auto":
-            use_gpu = self.has_gpus() if self.is_inline else asks_for_gpus or _gpus_in_cluster() > 0
-        if use_gpu and self.use_local and not self.is_inline:
+            use_gpu = self.has_gpus() if is_inline else asks_for_gpus or _gpus_in_cluster() > 0
+        if use_gpu and self.use_local and not is_inline:
             # Ray would assign the GPU that this process uses to another worker
             if self.use_gpu is True or asks_for_gpus:
                 raise ValueError(

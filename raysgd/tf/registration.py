@@ -114,7 +114,10 @@ def build_registered(train_state: KerasTrainState) -> None:
         spec = next((source.batch_spec() for source in sources if source.is_partitioned), None)
         if spec is not None:
             features, *_ = keras.utils.unpack_x_y_sample_weight(spec)
-            train_state.models[0](tf.nest.map_structure(_sample_of, features))
+            sample = tf.nest.map_structure(
+                lambda spec: tf.zeros([1, *(n or 1 for n in spec.shape[1:])], spec.dtype), features
+            )
+            train_state.models[0](sample)
     for model in train_state.models:
         if not model.built:
             raise RuntimeError(
@@ -138,8 +141,3 @@ def _find_nonfinite(models: list[Any]) -> list[str]:
         named = zip(named_arrays(model.weights).items(), model.weights, strict=True)
         untrained.append({name: array for (name, array), w in named if not w.trainable})
     return [*nonfinite_arrays({"models": untrained})]
-
-
-def _sample_of(spec: Any) -> Any:
-    shape = [1 if size is None else size for size in spec.shape[1:]]
-    return tf.zeros([1, *shape], spec.dtype)

@@ -259,8 +259,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         logged_size = self._stand_in.batch_size
         if logged_size is not None:
             return logged_size
-        size: int = _import_beside(self.module, "utilities.data").extract_batch_size(batch)
-        return size
+        return int(_import_beside(self.module, "utilities.data").extract_batch_size(batch))
 
     # ---- validation
 
