@@ -65,7 +65,7 @@ class SWA(_WeightAveraging):
 
 def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> None:
     """Let the operator average its weights. Runs on the worker."""
-    features = getattr(operator, "_step_features", None)
+    features = getattr(operator, "_update_features", None)
     if features is None:
         raise NotImplementedError(
             f"{name} averages only the weights of PyTorch models. With Keras, create the optimizer "

@@ -23,7 +23,7 @@ UPDATE_HOOKS = (
 """Hooks that each update calls, and only for the features that override them."""
 
 
-class StepFeature:
+class UpdateFeature:
     """The base class of training features. By default, each hook does nothing.
 
     A `TrainState` calls its features in order. `raysgd.loop.update` shows the hooks of an update.
@@ -142,7 +142,7 @@ class Replication:
     """What this worker has, if no step has damaged it."""
     replicates = True
     """Whether the workers keep the models equal."""
-    features: Sequence[StepFeature] = ()
+    features: Sequence[UpdateFeature] = ()
     """Features with the hooks of this mode, such as `self`. Their `receive` comes last, because
     shards are valid from then on."""
     is_in_sync = True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.options import Settings
 from raysgd.loop.update import Update
 
@@ -24,7 +24,7 @@ class IndivisibleError(BaseException):
     """
 
 
-class MicroBatching(StepFeature):
+class MicroBatching(UpdateFeature):
     """Decides whether batches may be split, and splits them if memory ran out.
 
     Micro-batches are equivalent to the whole batch if user code computes all gradients before the

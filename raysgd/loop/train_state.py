@@ -21,7 +21,7 @@ from raysgd._internal.timers import TimerCollection
 from raysgd.cluster.large_values import Incoming
 from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import UPDATE_HOOKS, Replication, StepFeature
+from raysgd.loop.feature import UPDATE_HOOKS, Replication, UpdateFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
@@ -70,8 +70,8 @@ class TrainState(ABC):
         self.meters: AverageMeterCollection | None = None
         """Metrics of the epoch or the validation in progress. None in loops of user code."""
         self.update = Update(settings.options.layout.has_fixed_parts)
-        self.features: list[StepFeature] = []
-        self.features_with: dict[str, list[StepFeature]] = {hook: [] for hook in UPDATE_HOOKS}
+        self.features: list[UpdateFeature] = []
+        self.features_with: dict[str, list[UpdateFeature]] = {hook: [] for hook in UPDATE_HOOKS}
         """The features that override a hook of an update, by the name of the hook."""
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
@@ -82,11 +82,11 @@ class TrainState(ABC):
     global_step: int = forward_to("position.global_step")
     optimizers: list[Any] = forward_to("update.optimizer_steps.optimizers")
 
-    def set_features(self, features: Sequence[StepFeature]) -> None:
+    def set_features(self, features: Sequence[UpdateFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
         self.features[:] = features
         for hook in UPDATE_HOOKS:
-            default = getattr(StepFeature, hook)
+            default = getattr(UpdateFeature, hook)
             self.features_with[hook] = [
                 f for f in features if getattr(type(f), hook) is not default
             ]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import compare, cpu_model, format_values, hash_of, minority_of
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import LossCount, Update
 from raysgd.tf.communication import create_collectives
 from raysgd.tf.step_graphs import StepGraphs
@@ -21,7 +21,7 @@ _COMPARED_EVERY = 100
 """Steps after which the end of a call compares the values of all replicas."""
 
 
-class ReplicaSync(StepFeature):
+class ReplicaSync(UpdateFeature):
     """Copies the state at the start, averages statistics after each call, and compares replicas.
 
     Each update compares what the workers train. Values are compared only after a change of the
@@ -88,7 +88,7 @@ class ReplicaSync(StepFeature):
                 variable.assign(mean)
 
 
-class KerasOptimization(StepFeature):
+class KerasOptimization(UpdateFeature):
     """Accumulates gradients of micro-batches, averages them over the workers, and updates.
 
     With several optimizers, this feature copies the variables before an update, because a later

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_norms import GradientNorms
@@ -51,7 +51,7 @@ class OperatorFeatures:
 
 def features_of(
     registered: RegisteredObjects, own: OperatorFeatures, max_grad_norm: Any
-) -> Iterator[StepFeature]:
+) -> Iterator[UpdateFeature]:
     """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
     To add a feature, add a line anywhere, and to `ORDERS` what must precede or follow it. `own` are

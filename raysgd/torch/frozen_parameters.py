@@ -9,7 +9,7 @@ import torch
 
 from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.tensors import version_of
 
@@ -17,7 +17,7 @@ FROZEN_KEY = "frozen"
 """Entry of a state that lacks parameters: their digests by name, for each model."""
 
 
-class FrozenParameters(StepFeature):
+class FrozenParameters(UpdateFeature):
     """The parameters of the models that are frozen at the end of ``setup``.
 
     Models without other parameters keep their train or eval modes from ``register``.

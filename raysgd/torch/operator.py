@@ -70,7 +70,7 @@ class TrainingOperator(OperatorBase):
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
-        self._step_features = OperatorFeatures(self._train_state.registered)
+        self._update_features = OperatorFeatures(self._train_state.registered)
 
     device: torch.device = forward_to("_train_state.settings.device", "This worker's device.")
     device_ids: list[int] | None = forward_to(
@@ -197,7 +197,7 @@ class TrainingOperator(OperatorBase):
         train_state = self._train_state
         is_weighted = train_state.registered.accumulation_steps > 1 or self.world_size > 1
         has_own = hasattr(getattr(self, "criterion", None), "ignore_index")  # `count_of` warns
-        counts_items = has_own or self._step_features.optimization.counts_items
+        counts_items = has_own or self._update_features.optimization.counts_items
         if is_weighted and not counts_items and has_masked_labels(batch):
             train_state.settings.warn_once(
                 "masked",
@@ -323,7 +323,7 @@ class TrainingOperator(OperatorBase):
             shape of its argument: a single object, a list, or a tuple.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        return register(self._train_state, self._step_features, **arguments)
+        return register(self._train_state, self._update_features, **arguments)
 
     @suggest_arguments
     def register_data(
@@ -404,7 +404,7 @@ class TrainingOperator(OperatorBase):
         """
         timing, segment = self._train_state.timing, self._train_state.segment
         timing.begin(BACKWARD)
-        self._step_features.optimization.backward(loss, num_samples, segment)
+        self._update_features.optimization.backward(loss, num_samples, segment)
         timing.begin(OTHER)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -416,7 +416,7 @@ class TrainingOperator(OperatorBase):
         """
         timing = self._train_state.timing
         timing.begin(OPTIMIZER)
-        is_last = self._step_features.optimization.step(optimizer)
+        is_last = self._update_features.optimization.step(optimizer)
         timing.begin(OTHER)
         return is_last
 
@@ -432,7 +432,7 @@ class TrainingOperator(OperatorBase):
 
         Between the micro-batches of one batch, this does nothing.
         """
-        self._step_features.schedules.step()
+        self._update_features.schedules.step()
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""

@@ -29,7 +29,7 @@ import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
 
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import LossCount, Update, WarmedUp
 from raysgd.torch.features.registered import RegisteredObjects
@@ -51,7 +51,7 @@ _UNCOUNTED = (
 )
 
 
-class Optimization(StepFeature):
+class Optimization(UpdateFeature):
     """Computes the updates of one operator, from losses to the steps of optimizers.
 
     Batches come in groups of ``accumulation_steps``, and large batches in micro-batches. The last

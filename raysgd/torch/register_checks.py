@@ -272,7 +272,7 @@ def attributes_of(operator: Any) -> Iterator[tuple[str, Any]]:
     Instead of a small container or an object of user code, yield its items or attributes.
     """
     for name, value in vars(operator).items():
-        if name in ("_train_state", "_step_features"):
+        if name in ("_train_state", "_update_features"):
             continue
         members: Iterable[tuple[str, Any]] = [("", value)]
         if isinstance(value, Mapping | list | tuple):

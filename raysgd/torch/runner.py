@@ -97,7 +97,7 @@ class TorchRunner(OperatorRunner):
         loop = self._hosted_loop
         if loop.call_progress.state.scheduler_call == call_number:
             return  # the schedulers have already stepped in the loaded state
-        self.operator._step_features.schedules.step_with(metric)
+        self.operator._update_features.schedules.step_with(metric)
         loop.call_progress.state.scheduler_call = call_number
         loop.snapshots.clear(outdated=True)
         loop.snapshots.maybe_take()
@@ -142,7 +142,7 @@ def build_operator(
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     train_state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
-    operator._step_features.unregistered_tensors.watch(operator)
+    operator._update_features.unregistered_tensors.watch(operator)
     return operator
 
 

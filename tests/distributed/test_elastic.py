@@ -72,7 +72,7 @@ def schedule_of(trainer):
 
 
 def averages_of(trainer):
-    return trainer.apply_all_operators(lambda op: fingerprint(op._step_features.averaging))
+    return trainer.apply_all_operators(lambda op: fingerprint(op._update_features.averaging))
 
 
 @pytest.mark.slow("two workers are lost and replaced, one after the other")

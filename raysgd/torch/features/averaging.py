@@ -13,7 +13,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch import conflicts
 from raysgd.torch.features.registered import RegisteredObjects
@@ -21,7 +21,7 @@ from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import copy_all, model_problem, parameters_of
 
 
-class WeightAveraging(StepFeature):
+class WeightAveraging(UpdateFeature):
     """Averages the parameters, but not the buffers, if a callback requests it.
 
     Each worker has the averages on its device, and all workers make the same updates.

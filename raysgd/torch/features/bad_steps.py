@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raysgd.errors import BadStepsError, CheckpointError
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Factors, Update
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import BadSteps
@@ -23,7 +23,7 @@ _UNIT, _LARGEST = 2.0**-26, 2.0**26
 """Losses are added up as multiples of a unit, so that their order does not change the sum."""
 
 
-class BadStepFilter(StepFeature):
+class BadStepFilter(UpdateFeature):
     """Decides before each update whether it is applied. All workers decide the same.
 
     The gradients of a loss that is not finite become NaN, so the average of the workers' gradients

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from raysgd._internal.arguments import check_number
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.registered import RegisteredObjects
 
 
-class GradientNorms(StepFeature):
+class GradientNorms(UpdateFeature):
     """Clips the gradients of each optimizer to ``max_grad_norm`` of ``register``.
 
     The norm before clipping is the metric ``grad_norm`` of logged steps.

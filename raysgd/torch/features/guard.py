@@ -11,7 +11,7 @@ import torch
 
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import compare, format_values, hash_of, minority_of, name_workers
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.features.averaging import WeightAveraging
@@ -44,7 +44,7 @@ class _Comparison(NamedTuple):
     is_complete: bool
 
 
-class ReplicaGuard(StepFeature):
+class ReplicaGuard(UpdateFeature):
     """Compares digests of `ReplicaContents` between the workers.
 
     A complete comparison precedes a call that follows a join or a change, and repeats every

@@ -11,7 +11,7 @@ import torch
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.tensors import (
     Versions,
@@ -24,7 +24,7 @@ from raysgd.torch.tensors import (
 )
 
 
-class Rollback(StepFeature):
+class Rollback(UpdateFeature):
     """Restores parameters and optimizer states if a step is discarded.
 
     This feature copies only if an update has several optimizer steps, or if `train_batch` of an
@@ -140,7 +140,7 @@ class _OptimizerBackup:
             group.update(before)
 
 
-class BufferCopies(StepFeature):
+class BufferCopies(UpdateFeature):
     """Copies all buffers at the end of a step, and restores them if the next step is discarded.
 
     A copy belongs to a module and a name, because a forward pass may assign another tensor.

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from raysgd._internal.forwarding import forward_to
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.registered import RegisteredObjects
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
 
 
-class SampleRate(StepFeature):
+class SampleRate(UpdateFeature):
     """Measures each batch from its start to its last gradient, without communication.
 
     DistributedDataParallel waits for other workers only after the last gradient. A fully sharded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.step_checks import StepChecks
@@ -13,7 +13,7 @@ from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.tensors import load_scheduler, scheduler_state
 
 
-class Schedules(StepFeature):
+class Schedules(UpdateFeature):
     def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
         self._registered, self._checks = registered, checks
         self._last_epochs: list[Any] = []

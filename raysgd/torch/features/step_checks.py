@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import LossCount, Update
 from raysgd.torch import collectives
@@ -19,7 +19,7 @@ from raysgd.torch.tensors import Versions, parameters_of
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
 
-class StepChecks(StepFeature):
+class StepChecks(UpdateFeature):
     """Checks the order of losses and steps in `train_batch`, and that it changes no gradients.
 
     What one batch may do can be wrong for a micro-batch of it. The loop then repeats the step with

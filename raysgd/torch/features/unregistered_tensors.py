@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from raysgd._internal.arguments import is_number
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.register_checks import attributes_of, is_metric
 from raysgd.torch.strategies.ddp import plain
@@ -18,7 +18,7 @@ def _key(value: Any) -> int:
     return id(plain(value) if isinstance(value, torch.nn.Module) else value)
 
 
-class UnregisteredTensors(StepFeature):
+class UnregisteredTensors(UpdateFeature):
     """Warns if training changes tensors of an operator that are not registered.
 
     Tensors and numbers of an optimizer count too, unless its class defines ``state_dict``, and

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.tensors import parameters_of
 
 _OFF = contextlib.nullcontext()
 
 
-class Precision(StepFeature):
+class Precision(UpdateFeature):
     """Computes in full precision. Subclasses override what they change.
 
     A step calls `autocast` around the forward pass and the loss, then `backward` for each loss. For

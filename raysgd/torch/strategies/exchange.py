@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.tensors import total_norm
 
 
-class GradientExchange(StepFeature):
+class GradientExchange(UpdateFeature):
     """Combines the gradients of the workers. `table.py` chooses the subclass.
 
     `Optimization` calls the methods below for losses and steps, and `TrainState` calls the hooks,

@@ -24,7 +24,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.progress import Holdings
 from raysgd.checkpoint.file import SHARDS
-from raysgd.loop.feature import Replication, StepFeature
+from raysgd.loop.feature import Replication, UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
@@ -43,7 +43,7 @@ _PARTIAL = -1
 """Version of a partly updated state, which is unusable."""
 
 
-class OptimizerShards(StepFeature):
+class OptimizerShards(UpdateFeature):
     """Lets the user's optimizer update this worker's shard.
 
     Hooks, schedulers, and parameter groups stay valid. Within a step, the groups have the pieces of

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig
 from raysgd._internal.context import RetrySplitError, WorkerContext
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
 from raysgd.torch.options import TorchOptions
@@ -65,7 +65,7 @@ def gather(operator, value):
     return operator._train_state.features[0].worker.gather(value)
 
 
-class Exchange(StepFeature):
+class Exchange(UpdateFeature):
     """Averages gradients over workers with equal weights, like DistributedDataParallel."""
 
     def __init__(self, worker):

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
 from tests.unit.recorder import Recorder, Streaming, failure
 
 
-class Spy(StepFeature):
+class Spy(UpdateFeature):
     def __init__(self):
         self.called = []
 

@@ -14,7 +14,7 @@ from raysgd._internal.progress import Holdings
 from raysgd.data import Dataset
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import (
     DepartureRequest,
     SaveRequest,
@@ -38,7 +38,7 @@ def make_runner(operator_cls=Recorder, **options):
 # ---- warm-ups of a worker that joins
 
 
-class WarmedUp(StepFeature):
+class WarmedUp(UpdateFeature):
     needs_warm_up = True
 
 

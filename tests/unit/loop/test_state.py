@@ -113,7 +113,7 @@ def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice()
 
 
 def begin_averages(operator):
-    operator._step_features.averaging.start(0.9, 1)
+    operator._update_features.averaging.start(0.9, 1)
 
 
 def set_rate(operator):

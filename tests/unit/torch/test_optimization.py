@@ -330,7 +330,7 @@ def test_loops_may_mix_helpers_without_scaler_and_accumulation(function):
 
 
 def with_all_reduce(self, batch, batch_info):
-    self._step_features.checks._refuse_collective("all_reduce")
+    self._update_features.checks._refuse_collective("all_reduce")
     return zeroing(self, batch, batch_info)
 
 
@@ -352,7 +352,7 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     update.plan = UpdatePlan((MicroBatch(num_samples=6),), total_samples=8)
     update.begin_micro_batch(MicroBatch(num_samples=6))
     operator.train_batch(BATCH, {})
-    operator._step_features.checks.commit(update)
+    operator._update_features.checks.commit(update)
     assert ("Losses then have wrong weights" in caplog.text) == warns
 
 

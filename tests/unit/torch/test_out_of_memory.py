@@ -52,7 +52,7 @@ class Scarce(Exact):
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.failing.fail("update"))
         if config.get("averages", False):
-            self._step_features.averaging.start(decay=0.5, start_epoch=1)
+            self._update_features.averaging.start(decay=0.5, start_epoch=1)
 
     def train_batch(self, batch, batch_info):
         features, ids, target = batch
@@ -104,7 +104,7 @@ def test_split_changes_neither_weights_nor_metrics(accumulated, arguments):
         with local(Clipped, config, callbacks=[Points()], **arguments) as trainer:
             measured = [*trainer.fit(2, log_every=2), *points]
             operator = trainer.get_local_operator()
-            (averages,) = operator._step_features.averaging.averages
+            (averages,) = operator._update_features.averaging.averages
             learnt = [flat(operator.model), *(each.flatten() for each in averages.values())]
             results.append((measured, torch.cat(learnt), trainer.global_step))
             assert splits(trainer) == ([2, 4, 8] if faults else [])

@@ -193,7 +193,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
     with local(Digits, config, scheduler_step_freq="batch") as trainer:
         operator = trainer.get_local_operator()
         if averages:
-            operator._step_features.averaging.start(0.5, 1)
+            operator._update_features.averaging.start(0.5, 1)
         trainer.train(num_steps=1)  # shows how many updates a step makes
         for point, kind, visits, num_steps in plan:
             before = copy.deepcopy(trainer.state_dict())

@@ -270,7 +270,7 @@ class Case(cases.Case):
             runner.handle(TrainRequest(call_number=until_step, **goal))
 
         if self.averaged:
-            operator._step_features.averaging.start(0.9, 1)
+            operator._update_features.averaging.start(0.9, 1)
         problem, error = "", None
         try:
             train(2)
@@ -364,7 +364,7 @@ parametrize.register_parametrization(plain(model).head, "weight", torch.nn.Ident
 SETS_DROPOUT = "model.body[2].p = 0.5"
 DROPOUT = "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)"
 SETS_RATE = "group['lr'] = 0.2"
-FLIPS_AVERAGES = "flip(t._step_features.averaging.averages[0]['head.weight'])"
+FLIPS_AVERAGES = "flip(t._update_features.averaging.averages[0]['head.weight'])"
 ADDS_GROUP = "t.optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(5))]})"
 RESCALES = "t._train_state.registered.precision.scaler.update(1024.0)"
 NEEDS = {

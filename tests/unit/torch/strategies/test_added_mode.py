@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Guard, TrainingOperator
-from raysgd.loop.feature import Replication, StepFeature
+from raysgd.loop.feature import Replication, UpdateFeature
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
 from raysgd.torch.strategies.data_parallel import broadcast_models
 from raysgd.torch.strategies.exchange import GradientExchange
@@ -15,7 +15,7 @@ from tests.unit.torch import cases
 EVERY, NUM_STEPS = 3, 7
 
 
-class LocalModels(Replication, StepFeature):
+class LocalModels(Replication, UpdateFeature):
     """Each worker trains its own models. The workers average them every few updates."""
 
     replicates = False

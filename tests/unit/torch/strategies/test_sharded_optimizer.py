@@ -405,7 +405,7 @@ def test_later_changes_that_sharding_does_not_support_raise(process_group):
     operator = build(lambda: {**FULL, "gradient_accumulation_steps": 2}, ALONE)
     train_state, model = operator._train_state, operator.model
     with pytest.raises(ValueError, match="does not work with averages of the weights"):
-        operator._step_features.averaging.start(0.9, start_epoch=0)
+        operator._update_features.averaging.start(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Set requires_grad earlier"):
         train_state.registered.exchange.check_trained()
