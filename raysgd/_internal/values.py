@@ -113,10 +113,11 @@ def _as_scalar(value: Any) -> float | int | str | None:
     """Return a number or string as a Python type, or None if it is neither."""
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, numbers.Integral):
-        return int(value)
     if isinstance(value, numbers.Real):  # before `item`, which returns a long double unchanged
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+            return int(value) if isinstance(value, numbers.Integral) else number
+        return -math.inf if value < 0 else math.inf
     if isinstance(value, numbers.Complex):
         return None
     if hasattr(value, "tolist") and math.prod(value.shape) == 1:  # an array or a tensor
