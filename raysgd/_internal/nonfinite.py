@@ -19,9 +19,8 @@ def find_nonfinite(state: Mapping[str, Any]) -> str:
     Ignore numbers, and buffers and frozen parameters that were not finite before training, such as
     masks.
     """
-    known = state.get("not_finite", ())
     bad = nonfinite_arrays({key: state[key] for key in _TRAINED if key in state})
-    return next((name for name in bad if name not in known), "")
+    return next((name for name in bad if name not in state.get("not_finite", ())), "")
 
 
 def nonfinite_arrays(tree: Any) -> Iterator[str]:
@@ -82,7 +81,7 @@ def find_newly_nonfinite(arrays: Finiteness, earlier: Finiteness) -> str:
 
 def nonfinite_loss(metrics: Mapping[str, Any]) -> str:
     """Return the first loss that is NaN or infinite, as "train_loss is nan", or ""."""
-    for name, value in metrics.items():
+    for name, value in metrics.items() if metrics.get("num_samples") != 0 else ():
         is_loss = "loss" in name.lower() and not name.startswith("last_")  # may have no weight
         if is_loss and isinstance(value, float) and not math.isfinite(value):
             return f"{name} is {value}"

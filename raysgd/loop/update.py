@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
+from raysgd.metrics import is_numeric
 
 
 class WarmedUp(BaseException):
@@ -152,9 +153,12 @@ class Update:
         self.is_committing = True
 
     def release_metrics(self) -> list[MicroBatchMetrics]:
-        """Return the held metrics, which count now. A bad step counts without its metrics."""
+        """Return the held metrics, which count now. Numbers of a bad step count for no samples."""
         held, self.held_metrics = self.held_metrics, []
-        return held if self.bad_step is None else [({}, 0, ends_step) for *_, ends_step in held]
+        for index, (metrics, _, ends_step) in enumerate(held if self.bad_step is not None else ()):
+            kept = {k: v for k, v in metrics.items() if is_numeric(v) and not getattr(v, "ndim", 0)}
+            held[index] = kept, 0, ends_step
+        return held
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import BadSteps, TrainingOperator
-from raysgd.callbacks import CheckpointCallback
+from raysgd.callbacks import CheckpointCallback, EarlyStopping, TerminateOnNaN
 from raysgd.data import Stream, jsonl
 from raysgd.errors import BadStepsError
 from tests.operators import Streamed, local
@@ -26,6 +26,8 @@ def data(kind):
     targets = features.sum(1, keepdim=True)
     if kind == "loss":
         features[BAD] = math.nan
+    elif kind == "all":
+        features[:] = math.nan
     elif kind == "spike":
         targets[BAD] = 1e4
     return features, targets
@@ -266,6 +268,14 @@ def test_one_warning_has_all_bad_steps_of_a_call(caplog):
         assert [each["step"] for each in trainer.bad_steps] == [3, 5]
     warnings = [each.message for each in caplog.records if "not applied" in each.message]
     assert ["applied: 2. The newest is step 5" in each for each in warnings] == [True]
+
+
+def test_epoch_of_bad_steps_has_a_loss_that_is_nan(caplog):
+    callbacks = [EarlyStopping("train_loss", patience=2), TerminateOnNaN()]
+    with trainer_of({"kind": "all"}, callbacks=callbacks, scheduler_step_freq="manual") as trainer:
+        history = trainer.fit(3, validate_every=None, verbose=False)
+    assert [math.isnan(each["train_loss"]) for each in history] == [True, True]
+    assert "may be lost" not in caplog.text
 
 
 def test_bad_steps_before_another_error_are_kept(tmp_path):
