@@ -258,7 +258,9 @@ def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Next:
                 return state, ()
             return Broken(budget, number + 1), (Do.SURVEY,)
         case Broken(), StateLost(why=why):
-            return _after_state_loss(state, why, policy)
+            if not (policy.keeps_snapshots or budget.replaces_state):
+                return state, (Fail(f"{why}, {_NO_SNAPSHOT}"),)
+            return state, (DiscardWorkers(why), Do.SURVEY)
         case Broken() | Running(), WorkersLost(lost=lost):
             return _after_loss(_broken(state), lost, policy)
         case Running(), CallReturned(is_complete=is_complete):
@@ -293,12 +295,6 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
     has_begun = sets_goal or (budget.has_begun and not event.must_save)
     running = Running(replace(budget, has_begun=has_begun))
     return running, (*save, RunCall(sets_goal=sets_goal, is_replay=event.must_replay))
-
-
-def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
-    if not (policy.keeps_snapshots or state.budget.replaces_state):
-        return state, (Fail(f"{why}, {_NO_SNAPSHOT}"),)
-    return state, (DiscardWorkers(why), Do.SURVEY)
 
 
 def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Next:
