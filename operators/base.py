@@ -85,9 +85,9 @@ class ConfiguredOperator(TrainingOperator):
     """Value of each option, available from `setup` on."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        self.options = {
-            key: _python_number(config.get(key, default)) for key, default in self.OPTIONS.items()
-        }
+        values = {key: config.get(key, default) for key, default in self.OPTIONS.items()}
+        # Hyperparameter searches draw NumPy numbers.
+        self.options = {k: v.item() if isinstance(v, np.generic) else v for k, v in values.items()}
         if self.world_rank == 0:
             self._warn_of_misspelled(config)
         if BATCH_SIZE in config and "batch_size" in config:
@@ -294,8 +294,3 @@ class SupervisedOperator(ConfiguredOperator):
 
 def _add_prefix(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
-
-
-def _python_number(value: Any) -> Any:
-    """Convert NumPy numbers, which hyperparameter searches draw, to Python numbers."""
-    return value.item() if isinstance(value, np.generic) else value

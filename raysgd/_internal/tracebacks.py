@@ -20,10 +20,12 @@ from raysgd._internal.arguments import suggest_arguments
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Tracebacks of exception groups have a margin.
 _FRAME = re.compile(r'^[ |]*File "(.+)", line (\d+), in (.+)\n(?:[ |]{4,}(.+)\n)?', re.M)
-# A loader process and torch.compile add tracebacks to the messages of their errors.
+# Loader processes, torch.compile, and TensorFlow add tracebacks to the messages of their errors.
 _ADDED = re.compile(
     r"\nOriginal Traceback(?s:.*)\n  File .*(\n    .*)*"
     r"|\n+(  Developer debug context:|from user code:\n)(?s:.*)"
+    r"|^in user code:\n\n(    .*\n)+\n +|\nDetected at node .*\n(  File .*\n\n)+"
+    r"|\s*\n *Arguments received by (?s:.*)"
 )
 
 _T = TypeVar("_T", bound=type)
@@ -32,7 +34,8 @@ _T = TypeVar("_T", bound=type)
 def is_user_file(filename: str) -> bool:
     """Return whether a file is user code: not raysgd, Python, or an installed library."""
     libraries = (sysconfig.get_path("stdlib") + os.sep, _PACKAGE)
-    if filename.startswith(("<frozen", "<string", "<eval_with_key", *libraries)):
+    generated = "<frozen", "<string", "<eval_with_key"
+    if filename.startswith((*generated, *libraries)) or "__autograph_generated_" in filename:
         return False
     return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
 
@@ -99,6 +102,8 @@ class FoldingTracebacks(contextlib.AbstractContextManager[None]):
             return
         if error.args and isinstance(text := error.args[0], str) and _ADDED.search(text):
             error.args = (type(text)(_ADDED.sub("", text).rstrip()), *error.args[1:])
+        elif isinstance(text := vars(error).get("_message"), str):  # TensorFlow has no public name
+            vars(error)["_message"] = _ADDED.sub("", text).rstrip()
         # An error can be its own cause: ``raise error from error``.
         while error.__cause__ is not None and error.__traceback__ is not None:
             error.__traceback__, error = None, error.__cause__

@@ -7,7 +7,7 @@ import traceback
 import pytest
 
 from raysgd import TorchTrainer
-from raysgd._internal.tracebacks import last_frame
+from raysgd._internal.tracebacks import is_user_file, last_frame
 from tests.conftest import run_python
 from tests.operators import Classifier
 
@@ -39,21 +39,16 @@ class Broken(TrainingOperator):
             models=model, criterion=torch.nn.CrossEntropyLoss(), **names)
         loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=KIND == "loader")
         self.register_data(train_loader=loader, validation_loader=loader)
-
     def train_batch(self, batch, batch_info):
         if KIND == "ctrl-c":
             signal.raise_signal(signal.SIGINT)
         return super().train_batch(batch, batch_info)
-
     def predict_batch(self, batch, batch_info):
         return self.helper(batch)
-
     def helper(self, batch):
         return batch["image"]
-
     def state_dict(self):
         return {"lock": sys.stdout} if KIND == "lock" else {}
-
 class Fails(Callback):
     def on_epoch_end(self, trainer, metrics):
         metrics["accuracy"]
@@ -126,9 +121,14 @@ def test_the_driver_shows_the_line_of_a_notebook_cell_if_it_knows_it(monkeypatch
     assert frame == f'  File "{cell}", line 1, in train_batch{shown}'
 
 
+OF_KERAS = (
+    'in user code:\n\n    File "<string>", line 1\n\n    wrong\n\n    Arguments received by f'
+)
+
+
 def own_cause():
     try:
-        raise ValueError("wrong")
+        raise ValueError(OF_KERAS)
     except ValueError as error:
         raise error from error
 
@@ -145,5 +145,7 @@ def test_errors_of_unusual_form_are_folded(function):
     with trainer, pytest.raises((ValueError, ExceptionGroup)) as caught:
         trainer.apply_all_workers(function)
     assert len(traceback.extract_tb(caught.value.__traceback__)) <= 2
+    assert str(caught.value) in ("wrong", "several (2 sub-exceptions)")
+    assert not is_user_file("/tmp/__autograph_generated_file1.py")
     assert not any(each.__traceback__ for each in getattr(caught.value, "exceptions", ()))
     assert re.search(r", in (own_cause|group), .+\.py:\d+$", caught.value.__notes__[-1])
