@@ -75,11 +75,11 @@ class Faulty(TrainingOperator):
             raise KeyError("a mistake of the user")
         if what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what in ("wait", "wait for the stop"):
+        if what in ("wait", "wait for the interruption"):
             with open(os.path.join(self.folder, "waiting"), "w"):
                 pass
             go = os.path.join(self.folder, "go")
-            while not (os.path.exists(go) if what == "wait" else self.control.must_stop):
+            while not (os.path.exists(go) if what == "wait" else self.control.is_interrupted):
                 time.sleep(0.01)
 
     def take(self, name):
@@ -115,7 +115,7 @@ def faulty_trainer(folder, num_workers, operator_cls=Faulty, config=None, **argu
 def order(folder, when, rank, step, what):
     """Order a rank to "raise", "die", or "wait" at a step. It waits until a file "go" exists.
 
-    After a validation, the order can be "wait for the stop", which the driver requests.
+    After a validation, the order can be "wait for the interruption", which the driver requests.
     """
     (folder / f"{when}-{rank}-{step}").write_text(what)
 

@@ -69,7 +69,7 @@ class RetrySplitError(Exception):
 class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
-    `progress`, `request_stop`, `pause_at`, `acquire_snapshot`, and `release_snapshot` run in
+    `progress`, `set_interrupted`, `pause_at`, `acquire_snapshot`, and `release_snapshot` run in
     *control* threads while the worker is busy, so they must not wait. The other methods run one at
     a time in the *work* thread.
     """
@@ -89,7 +89,7 @@ class Runner(Protocol):
     def progress(self, acknowledged_step: int = -1) -> Progress:
         """Return the progress of the work, without the points up to `acknowledged_step`."""
 
-    def request_stop(self, requested: bool) -> None:
+    def set_interrupted(self, interrupted: bool) -> None:
         """Make the current work raise at its next step. False withdraws the request."""
 
     def pause_at(self, step: int | None) -> int:

@@ -53,13 +53,13 @@ class ActorGroup:
                 options.num_workers - num_local, max(1, options.min_workers - num_local)
             )
 
-    def watch_hosts(self, driver_grace_s: float, stops_calls: bool) -> None:
+    def watch_hosts(self, driver_grace_s: float, interrupts_calls: bool) -> None:
         """Watch the hosts of workers that start after this call. See `HostMonitor`."""
 
         def is_any_reachable() -> bool:
             return any(worker.is_reachable for worker in list(self._slots))
 
-        self._monitor = HostMonitor(driver_grace_s, stops_calls, is_any_reachable)
+        self._monitor = HostMonitor(driver_grace_s, interrupts_calls, is_any_reachable)
 
     def detect_cut_off(self) -> bool:
         """Whether the driver's own host has lost its network connection."""

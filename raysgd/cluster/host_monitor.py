@@ -6,7 +6,7 @@ so a worker that is stopped, busy, or holds the GIL is never declared lost here.
 
 If a worker's host is silent and the driver reaches another worker, the worker is lost. If the
 driver reaches no worker, it assumes that its own host has no network, and waits. A worker that does
-not reach the driver stops its call and reconnects. The worker exits if the driver refuses the
+not reach the driver interrupts its call and reconnects. It exits if the driver refuses the
 connection. Both sides wait for ``driver_grace_s`` at most.
 """
 
@@ -129,15 +129,15 @@ class HostMonitor:
 
     Args:
         driver_grace_s: seconds that driver and workers wait for each other.
-        stops_calls: whether a worker that cannot reach the driver stops its call.
+        interrupts_calls: whether a worker that cannot reach the driver interrupts its call.
         is_any_reachable: whether the driver reaches any worker, including workers on its own host.
     """
 
     def __init__(
-        self, driver_grace_s: float, stops_calls: bool, is_any_reachable: Callable[[], bool]
+        self, driver_grace_s: float, interrupts_calls: bool, is_any_reachable: Callable[[], bool]
     ) -> None:
         self.driver_grace_s = driver_grace_s
-        self.stops_calls = stops_calls
+        self.interrupts_calls = interrupts_calls
         self.is_any_reachable = is_any_reachable
         self._listeners: dict[str, Listener] = {}
         self._is_cut_off = False
@@ -187,14 +187,16 @@ class HostMonitor:
 class DriverWatch:
     """The worker's end of the connection to the driver, which a thread watches.
 
-    The thread reconnects after a failure. While the driver is unreachable, it calls `stop`. After
-    `driver_grace_s`, it ends the process.
+    The thread reconnects after a failure. While the driver is unreachable, it calls `interrupt`.
+    After `driver_grace_s`, it ends the process.
     """
 
-    def __init__(self, address: Address, driver_grace_s: float, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, address: Address, driver_grace_s: float, interrupt: Callable[[], None]
+    ) -> None:
         self._address = address
         self._driver_grace_s = driver_grace_s
-        self._stop = stop
+        self._interrupt = interrupt
 
     def start(self) -> str:
         """Connect and start the thread. Return the reason of a failure, or an empty string."""
@@ -225,10 +227,10 @@ class DriverWatch:
                 num_refusals += 1
                 if num_refusals == _NUM_REFUSALS:
                     reason = "the driver has ended, or has declared this worker lost"
-                    self._stop()
+                    self._interrupt()
                     time.sleep(_END_S)
             except OSError:
-                self._stop()
+                self._interrupt()
                 waited_s = time.monotonic() - began
                 if waited_s > self._driver_grace_s:
                     reason = f"the driver was unreachable for {waited_s:.0f} s (driver_grace_s)"

@@ -43,7 +43,7 @@ class WorkerInfo:
     hostname: str = ""
 
 
-OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped", "cut off"]
+OutcomeKind = Literal["ok", "paused", "user", "communication", "interrupted", "cut off"]
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Outcome:
     """The result of one call: a value, or an exception and its kind.
 
     ``paused``: the call paused at the requested step. ``user``: user code raised.
-    ``communication``: a collective failed, probably because another worker failed. ``stopped``: the
-    driver had interrupted the call. ``cut off``: the worker stopped the call because it
-    lost the connection to the driver.
+    ``communication``: a collective failed, probably because another worker failed.
+    ``interrupted``: the driver had interrupted the call. ``cut off``: the worker interrupted the
+    call because it lost the connection to the driver.
     """
 
     kind: OutcomeKind
@@ -174,7 +174,7 @@ class Worker:
                 self._backend.teardown()
                 self._backend.setup(group, rendezvous)
             self._interrupted = self._cut_off = False
-            self._hosted.request_stop(False)
+            self._hosted.set_interrupted(False)
             self._hosted.pause_at(None)
             if leader_rank is None:
                 self._hosted.setup(replace(context, is_alone=alone))
@@ -208,16 +208,16 @@ class Worker:
                 return
             self._interrupted = True
             if self.runner is not None:
-                self.runner.request_stop(True)
+                self.runner.set_interrupted(True)
             if self._backend is not None:
                 self._backend.interrupt()
 
-    def watch_driver(self, address: Address, driver_grace_s: float, stops_calls: bool) -> str:
+    def watch_driver(self, address: Address, driver_grace_s: float, interrupts_calls: bool) -> str:
         """Watch the driver's host. Return the reason of a failure, or an empty string."""
-        stop = self._stop_alone if stops_calls else lambda: None
-        return DriverWatch(address, driver_grace_s, stop).start()
+        interrupt = self._interrupt_alone if interrupts_calls else lambda: None
+        return DriverWatch(address, driver_grace_s, interrupt).start()
 
-    def _stop_alone(self) -> None:
+    def _interrupt_alone(self) -> None:
         self._cut_off = True
         self.interrupt()
 
@@ -328,7 +328,7 @@ class Worker:
             return Outcome("paused", None, self._safe_progress())
         advice = "" if self._backend is None else self._backend.advice(error)
         if self._interrupted:
-            kind = "cut off" if self._cut_off else "stopped"
+            kind = "cut off" if self._cut_off else "interrupted"
         elif advice:
             error.add_note(advice)
         elif self._backend is not None and _has_cause(error, self._backend.is_communication_error):

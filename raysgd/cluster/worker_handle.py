@@ -108,7 +108,7 @@ class ActorHandle(WorkerHandle):
         monitor = self._monitor
         if monitor is not None and (watch := monitor.watch(info.node_ip, self._lose)) is not None:
             self.watch = watch
-            arguments = (watch.address, monitor.driver_grace_s, monitor.stops_calls)
+            arguments = (watch.address, monitor.driver_grace_s, monitor.interrupts_calls)
             answer = self.submit_control(Worker.watch_driver, *arguments)
             answer.add_done_callback(monitor.warn_if_unwatched)
 
@@ -156,8 +156,9 @@ class ActorHandle(WorkerHandle):
         import ray.exceptions
 
         # If a monitor watches the host, the error can be temporary. Functions cannot repeat calls.
-        stops = self.watch is not None and self._monitor is not None and self._monitor.stops_calls
-        return stops and isinstance(error, ray.exceptions.ActorUnavailableError)
+        if self.watch is None or self._monitor is None or not self._monitor.interrupts_calls:
+            return False
+        return isinstance(error, ray.exceptions.ActorUnavailableError)
 
     def _check_callable(self) -> None:
         if not self.can_be_called:

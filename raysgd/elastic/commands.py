@@ -83,7 +83,7 @@ class Commands:
         members = dict.fromkeys([*self._group.members, *attempt.members])
         self._call_control(members, Worker.interrupt, self._status.generation)
 
-    def stop(self, attempt: Attempt) -> None:
+    def interrupt_failed(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
         attempt.collect_until(ROOT_CAUSE_S, lambda: attempt.is_explained)
         self.interrupt(attempt)

@@ -61,7 +61,7 @@ class Controller:
         self._group, self.members = group, group.members
         self.min_workers = group.options.min_workers
         elastic = elastic or ElasticConfig()
-        group.watch_hosts(elastic.driver_grace_s, stops_calls=supports_live_join)
+        group.watch_hosts(elastic.driver_grace_s, interrupts_calls=supports_live_join)
         self.policy = Policy(
             process_can_rejoin=backend is None or backend.process_can_rejoin,
             supports_live_join=supports_live_join,

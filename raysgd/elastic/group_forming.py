@@ -296,15 +296,15 @@ class GroupForming:
                 attempt.pending = {m: f for m, f in attempt.pending.items() if m not in lost}
             if self._clock.monotonic() > deadline and not self._group.detect_cut_off():
                 waiting = list_ranks(self._status.ranks, attempt.pending)
-                self._stop(attempt)
+                self._interrupt_failed(attempt)
                 raise WorkerTimeoutError(
                     f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."
                 )
         if attempt.has_failed:
-            self._stop(attempt)
+            self._interrupt_failed(attempt)
         return attempt
 
-    def _stop(self, attempt: Attempt) -> None:
+    def _interrupt_failed(self, attempt: Attempt) -> None:
         if self._backend is not None:
             self._backend.close()  # wakes workers that still wait for each other
-        self._commands.stop(attempt)
+        self._commands.interrupt_failed(attempt)

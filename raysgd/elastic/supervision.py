@@ -98,7 +98,7 @@ class Supervision:
                 attempt.add(member, answer)
             polled = self._watch(call, attempt)
             if attempt.has_failed:
-                self._commands.stop(attempt)
+                self._commands.interrupt_failed(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)

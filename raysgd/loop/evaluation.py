@@ -168,7 +168,7 @@ def check_same_samples(source: BatchSource, collectives: Collectives, has_batch:
 
 @dataclass(eq=False, repr=False)
 class _EvaluationBatches:
-    """An iterator that counts its batches and can be stopped."""
+    """An iterator that counts its batches and can be interrupted."""
 
     source: BatchSource
     batches: Iterator[Any]
@@ -190,7 +190,7 @@ class _EvaluationBatches:
         return self
 
     def __next__(self) -> Any:
-        self.control.raise_if_stopped()
+        self.control.raise_if_interrupted()
         self.batch = None
         try:
             self.batch = self.control.next_batch(self.batches)

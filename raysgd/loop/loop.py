@@ -5,7 +5,7 @@
 =======================  ==========================================================================
 ``train_epoch`` returns  The next segment begins, until the call reaches its goal.
 pause                    The iterator ends early. `Loop.train` raises PausedError, or returns None.
-StepInterruptedError     The driver stops the call, for example because a worker was lost.
+StepInterruptedError     The driver interrupts the call, for example because a worker was lost.
 IndivisibleError         A batch must not be split. The loop repeats the step with whole batches.
 RetrySplitError          The driver repeats the call with more micro-batches per batch.
 WarmedUp                 The gradients are computed. `Loop.warm_up` restores the state.

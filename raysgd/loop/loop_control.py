@@ -1,4 +1,4 @@
-"""Requests to a running loop, to stop or to pause at a step, and where it failed."""
+"""Interruptions of a running loop, requests to pause it at a step, and where it failed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 
 class StepInterruptedError(Exception):
-    """Raised in a loop if the driver requested a stop."""
+    """Raised in a loop that the driver has interrupted."""
 
 
 class LoopControl:
     """Flags that the control thread sets, and the training thread reads before each batch."""
 
     def __init__(self) -> None:
-        self.must_stop = False  # the call must raise before its next batch
+        self.is_interrupted = False  # the call must raise before its next batch
         self.driver_pause = math.inf  # number of committed steps at which to pause
-        self._interrupted = False
+        self._has_deferred_ctrl_c = False
         self._is_waiting = False
         self.failed_at = ""  # see `ProcessStatus.failed_at`
 
-    def raise_if_stopped(self) -> None:
-        """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""
-        if self._interrupted:
+    def raise_if_interrupted(self) -> None:
+        """Raise StepInterruptedError if the call is interrupted, or deliver a deferred Ctrl-C."""
+        if self._has_deferred_ctrl_c:
             signal.raise_signal(signal.SIGINT)  # only the first Ctrl-C is deferred
-        if self.must_stop:
+        if self.is_interrupted:
             raise StepInterruptedError("The driver asked this worker to stop.")
 
     def next_batch(self, batches: Iterator[Any], *default: Any) -> Any:
@@ -41,15 +41,15 @@ class LoopControl:
 
     @contextlib.contextmanager
     def deferring_ctrl_c(self) -> Iterator[None]:
-        """Defer the first Ctrl-C until `raise_if_stopped` is called or the context ends."""
+        """Defer the first Ctrl-C until `raise_if_interrupted` is called or the context ends."""
         deliver = signal.getsignal(signal.SIGINT)
         if not callable(deliver) or threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def defer(number: int, frame: Any) -> None:
-            self._interrupted = not (self._interrupted or self._is_waiting)
-            if not self._interrupted:
+            self._has_deferred_ctrl_c = not (self._has_deferred_ctrl_c or self._is_waiting)
+            if not self._has_deferred_ctrl_c:
                 deliver(number, frame)
 
         signal.signal(signal.SIGINT, defer)
@@ -57,6 +57,6 @@ class LoopControl:
             yield
         finally:
             signal.signal(signal.SIGINT, deliver)
-            interrupted, self._interrupted = self._interrupted, False
-        if interrupted:
+            has_deferred, self._has_deferred_ctrl_c = self._has_deferred_ctrl_c, False
+        if has_deferred:
             signal.raise_signal(signal.SIGINT)

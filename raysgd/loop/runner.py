@@ -238,8 +238,8 @@ class OperatorRunner(Runner, ABC):
             process=progress.ProcessStatus(True, failed_at),  # blocked if this worker has returned
         )
 
-    def request_stop(self, requested: bool) -> None:
-        self.control.must_stop = requested
+    def set_interrupted(self, interrupted: bool) -> None:
+        self.control.is_interrupted = interrupted
 
     def pause_at(self, step: int | None) -> int:
         self.control.driver_pause = math.inf if step is None else step

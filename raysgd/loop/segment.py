@@ -76,7 +76,7 @@ class Segment:
         self.was_read = True
         self._train_state.timing.begin(OTHER)
         self._commit_if_done()
-        self._control.raise_if_stopped()
+        self._control.raise_if_interrupted()
         if not self._micro_batches:
             self._draw_batch()
         return self._next_micro_batch()

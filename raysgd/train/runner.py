@@ -66,7 +66,7 @@ class FunctionRunner(Runner):
         self._plan = self._session = None
 
     def teardown(self) -> None:
-        self.request_stop(True)
+        self.set_interrupted(True)
         process_state.context = None
 
     # ---- access from another thread
@@ -78,8 +78,8 @@ class FunctionRunner(Runner):
         position = ReportedPosition(global_step=running.iteration)
         return Progress(position, process=ProcessStatus(running.report_queue.blocked_on_driver))
 
-    def request_stop(self, requested: bool) -> None:
-        if requested and self._session is not None:
+    def set_interrupted(self, interrupted: bool) -> None:
+        if interrupted and self._session is not None:
             self._session.report_queue.stop()
 
     def pause_at(self, step: int | None) -> int:
@@ -97,7 +97,7 @@ class FunctionRunner(Runner):
                     self._session.thread.start()
                 return self._session.report_queue.get()
             case EndRunRequest():
-                self.request_stop(True)
+                self.set_interrupted(True)
                 if self._session is not None:
                     self._session.thread.join()
             case ApplyRequest(function=function):

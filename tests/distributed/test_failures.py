@@ -77,7 +77,7 @@ def interrupt_validation(trainer, folder, num_workers):
     """Interrupt a validation. It has no collectives, so it stops before the next batch."""
     trainer.train(num_steps=3)
     trainer.validate(num_steps=2)
-    order(folder, "validate", 0, 3, "wait for the stop")
+    order(folder, "validate", 0, 3, "wait for the interruption")
     before = trainer.apply_all_operators(lambda operator: operator.num_validated)[0]
     with interrupted_when((folder / "waiting").exists), pytest.raises(KeyboardInterrupt):
         trainer.validate()
@@ -90,7 +90,7 @@ def interrupt_validation(trainer, folder, num_workers):
 
 def interrupt_training(trainer, folder, num_workers):
     """Interrupt a step. It is discarded or finished, and no other step is lost."""
-    order(folder, "train", num_workers - 1, 5, "wait for the stop")
+    order(folder, "train", num_workers - 1, 5, "wait for the interruption")
     with interrupted_when((folder / "waiting").exists), pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.train()

@@ -32,7 +32,7 @@ class Places:
     def setup(self, context): pass
     def rejoin(self, context, leader): self.context = context
     def progress(self, acknowledged_step): return Progress()
-    def request_stop(self, requested): pass
+    def set_interrupted(self, interrupted): pass
     def pause_at(self, step): return 0
     def teardown(self): pass
     def handle(self, request):

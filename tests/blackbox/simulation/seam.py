@@ -354,7 +354,7 @@ class SimMember(WorkerHandle):
         assert generation is None or generation >= self._generation_number
         self.interruptions += 1
         if self.queue and not self.deaf:
-            self.end("stopped", RuntimeError("stopped by the driver"))
+            self.end("interrupted", RuntimeError("stopped by the driver"))
 
     def fail_to_talk(self):
         """End its step like a worker that has lost a peer."""

@@ -45,8 +45,8 @@ class FakeRunner:
     def progress(self, acknowledged_step=-1):
         return Progress(ReportedPosition(global_step=self.step))
 
-    def request_stop(self, requested):
-        self.calls.append(("stop", requested))
+    def set_interrupted(self, interrupted):
+        self.calls.append(("interrupt", interrupted))
 
     def pause_at(self, step):
         self.calls.append(("pause", step))
@@ -308,11 +308,11 @@ def test_an_exception_does_not_keep_frames_alive(worker, error):
     assert error.__traceback__ is error.__cause__ is error.__context__ is None
 
 
-def test_failure_after_an_interruption_is_stopped(worker):
+def test_failure_after_an_interruption_is_no_user_error(worker):
     worker.interrupt()
-    assert ("stop", True) in worker.runner.calls
+    assert ("interrupt", True) in worker.runner.calls
     assert "interrupt" in worker._backend.calls
-    assert call(worker, fail_with(PlainError())).kind == "stopped"
+    assert call(worker, fail_with(PlainError())).kind == "interrupted"
     worker.join_group(WorkerContext(generation=2), None, 0)
     assert call(worker, fail_with(PlainError())).kind == "user"
 
@@ -327,7 +327,7 @@ def test_late_messages_do_not_affect_the_next_generation(worker):
     assert call(worker, fail_with(PlainError())).kind == "user"
     assert worker.pause_at(3, 9) == 4
     worker.interrupt(4)  # for a generation that the worker is about to enter
-    assert worker.runner.calls == [("pause", 9), ("stop", True)]
+    assert worker.runner.calls == [("pause", 9), ("interrupt", True)]
     assert worker._backend.calls == ["interrupt"]
 
 

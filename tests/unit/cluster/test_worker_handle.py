@@ -212,10 +212,10 @@ def test_a_loss_is_distinguished_from_other_errors(error, lost):
     assert is_worker_loss(error) is lost
 
 
-@pytest.mark.parametrize(("stops", "lives"), [(True, True), (False, False), (None, False)])
-def test_worker_that_ray_cannot_reach_may_live_if_its_host_is_watched(member, stops, lives):
-    if stops is not None:  # whether the worker stops its calls when it loses the driver
-        member._monitor = SimpleNamespace(stops_calls=stops)
+@pytest.mark.parametrize(("interrupts", "lives"), [(True, True), (False, False), (None, False)])
+def test_worker_that_ray_cannot_reach_may_live_if_its_host_is_watched(member, interrupts, lives):
+    if interrupts is not None:  # whether the worker interrupts its calls when it loses the driver
+        member._monitor = SimpleNamespace(interrupts_calls=interrupts)
         member.watch = object()
     assert member.may_be_alive(ray.exceptions.ActorUnavailableError("reset", None)) is lives
     assert not member.may_be_alive(ray.exceptions.ActorDiedError())

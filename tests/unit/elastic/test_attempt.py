@@ -69,9 +69,9 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     attempt.collect(0)
     assert attempt.has_failed
     assert attempt.needs_new_group  # so that the call is repeated, if possible
-    stopped = outcome("stopped", RuntimeError())
+    interrupted = outcome("interrupted", RuntimeError())
     commands = Commands(SimpleNamespace(clock=Clock()), None, None, 1.0)
-    monkeypatch.setattr(commands, "interrupt", lambda _: futures["b"].set_result(stopped))
-    commands.stop(attempt)
+    monkeypatch.setattr(commands, "interrupt", lambda _: futures["b"].set_result(interrupted))
+    commands.interrupt_failed(attempt)
     assert not attempt.lost
     assert not attempt.pending

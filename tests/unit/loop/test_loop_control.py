@@ -24,12 +24,12 @@ def press():
 def test_ctrl_c_waits_for_the_end_of_the_step_or_the_call(handled):
     own = LoopControl()
     with own.deferring_ctrl_c():
-        own.raise_if_stopped()
+        own.raise_if_interrupted()
         press()
         assert handled == []
-        own.raise_if_stopped()
+        own.raise_if_interrupted()
         assert handled == [signal.SIGINT]
-        own.raise_if_stopped()
+        own.raise_if_interrupted()
         assert handled == [signal.SIGINT]
         press()  # in the last step
         assert handled == [signal.SIGINT]
@@ -37,7 +37,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step_or_the_call(handled):
     press()  # the handler of user code is back
     assert handled == [signal.SIGINT] * 3
     with own.deferring_ctrl_c():
-        own.raise_if_stopped()
+        own.raise_if_interrupted()
     assert handled == [signal.SIGINT] * 3
 
 
@@ -57,7 +57,7 @@ def test_ctrl_c_between_steps_does_not_wait(handled):
         assert handled == [signal.SIGINT]
         press()
         assert handled == [signal.SIGINT]
-        own.raise_if_stopped()
+        own.raise_if_interrupted()
     assert handled == [signal.SIGINT] * 2
 
 

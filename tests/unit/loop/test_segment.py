@@ -78,7 +78,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
 def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
     train_state, steps = make_steps(range(5))
     next(steps)
-    steps._control.must_stop = True
+    steps._control.is_interrupted = True
     with pytest.raises(StepInterruptedError):
         next(steps)
     assert rest_after_error(steps) == [1, 2, 3, 4]

@@ -52,7 +52,7 @@ def same_parameters(left, right):
 def test_runner_without_operator_has_no_progress():
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL))
     assert runner.progress() == Progress()
-    runner.request_stop(True)
+    runner.set_interrupted(True)
     assert runner.pause_at(3) == 0
     assert runner.acquire_snapshot() is None
     with pytest.raises(RuntimeError, match="no operator"):
@@ -225,14 +225,14 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
     def stop(batch_info, when):
         seen.add(runner.progress().position)
         if batch_info["batch_idx"] == 1:
-            runner.request_stop(True)
+            runner.set_interrupted(True)
 
     runner.operator.fail = stop
     for call in range(2):
         with pytest.raises(Exception, match="asked this worker to stop"):
             runner.handle(ValidateRequest(call_number=call))
         assert runner.operator.validated == EPOCH[:16]
-    runner.request_stop(False)
+    runner.set_interrupted(False)
     runner.operator.fail = lambda *arguments: None
     runner.operator.validated.clear()
     assert runner.handle(ValidateRequest(call_number=1))["num_samples"] == 40
