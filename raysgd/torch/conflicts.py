@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.replicated_model import is_compiled, is_ddp
 
 
 def check(
@@ -42,8 +42,8 @@ def check(
         ("add_dist_sampler=False", exact, not options.add_dist_sampler),
         (scaled_batch, exact, options.elastic.global_batch != "keep"),
         (measured, full, options.elastic.shares == "measured"),
-        ("DistributedDataParallel(model)", (*exact, *full), any(map(ddp.is_ddp, models))),
-        ("torch.compile", full, any(map(ddp.is_compiled, models))),
+        ("DistributedDataParallel(model)", (*exact, *full), any(map(is_ddp, models))),
+        ("torch.compile", full, any(map(is_compiled, models))),
         ("register(ddp_args=...)", full, ddp_args),
         (float16, full, scales),
     ]

@@ -45,7 +45,7 @@ from raysgd.torch.input.batches import (
 from raysgd.torch.optimization import as_count, count_of, ignored_index
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.registration import register
-from raysgd.torch.strategies.ddp import plain
+from raysgd.torch.strategies.replicated_model import plain
 from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["CreatorOperator", "TrainingOperator"]

@@ -35,7 +35,7 @@ from raysgd.loop.update import LossCount, Update, WarmedUp
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.input.batches import IGNORED
-from raysgd.torch.strategies.ddp import plain
+from raysgd.torch.strategies.replicated_model import plain
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
 
 _PYTORCH = ("torch.nn.modules.loss", "torch.nn.functional")

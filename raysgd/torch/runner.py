@@ -21,7 +21,7 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.state_access import TorchStateAccess
-from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.replicated_model import is_ddp
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable that cuBLAS reads when PyTorch first uses it."""
@@ -130,7 +130,7 @@ def build_operator(
     train_state = operator._train_state
     registered = train_state.registered
     attributes = [each for value in vars(operator).values() for each in as_list(value)]
-    registered.exchange.use_wrappers([each for each in attributes if ddp.is_ddp(each)])
+    registered.exchange.use_wrappers([each for each in attributes if is_ddp(each)])
     if settings.context.world_rank == 0:
         modules = [*registered.models, *registered.criteria]
         kinds: tuple[type, ...] = (torch.optim.Optimizer,)

@@ -17,7 +17,7 @@ from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import StateAccess
 from raysgd.torch.digests import fingerprint
 from raysgd.torch.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
-from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.replicated_model import plain, require_gradients, required_gradients
 from raysgd.torch.strategies.shards import gather_state
 from raysgd.torch.tensors import (
     copy_to_cpu,
@@ -41,13 +41,13 @@ class TorchStateAccess(StateAccess):
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
         self._registered = train_state.registered
-        self._initially_trained = list(map(ddp.required_gradients, self._models))
+        self._initially_trained = list(map(required_gradients, self._models))
         """Whether ``setup`` has left each parameter of each model trainable, by name."""
 
     @property
     def _models(self) -> list[torch.nn.Module]:
         """The models without wrappers."""
-        return list(map(ddp.plain, self._registered.models))
+        return list(map(plain, self._registered.models))
 
     def read(self) -> dict[str, Any]:
         models = [(model, model.state_dict()) for model in self._models]
@@ -210,7 +210,7 @@ class TorchStateAccess(StateAccess):
                     undoing.enter_context(load_or_restore(each, own, saved, name, load))
         changed = state.get("requires_grad", ())  # older files lack it
         for model, first, now in zip(self._models, self._initially_trained, changed, strict=False):
-            ddp.require_gradients(model, {**first, **now})
+            require_gradients(model, {**first, **now})
         for feature in self._registered.features:
             feature.load_state_dict(state)
 
@@ -239,7 +239,7 @@ class TorchStateAccess(StateAccess):
         """Return which parameters user code has frozen or thawed after ``setup``, by model."""
         pairs = zip(self._models, self._initially_trained, strict=True)
         return [
-            {k: v for k, v in ddp.required_gradients(model).items() if v != first.get(k)}
+            {k: v for k, v in required_gradients(model).items() if v != first.get(k)}
             for model, first in pairs
         ]
 

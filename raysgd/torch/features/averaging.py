@@ -17,7 +17,7 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch import conflicts
 from raysgd.torch.features.registered import RegisteredObjects
-from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.replicated_model import plain
 from raysgd.torch.tensors import copy_all, model_problem, parameters_of
 
 
@@ -66,7 +66,7 @@ class WeightAveraging(UpdateFeature):
         self._decay, self._start_epoch = decay, start_epoch
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
-        return [dict(ddp.plain(model).named_parameters()) for model in self._registered.models]
+        return [dict(plain(model).named_parameters()) for model in self._registered.models]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter with its average. List a shared parameter once."""

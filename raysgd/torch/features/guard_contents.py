@@ -15,7 +15,7 @@ import torch
 
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.registered import RegisteredObjects
-from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.replicated_model import is_ddp, plain, running_statistics
 from raysgd.torch.tensors import Versions, renormalized_weights
 
 Content = tuple[str, str, Any]
@@ -62,7 +62,7 @@ class ReplicaContents:
         self._children = list(itertools.chain.from_iterable(views))
         # Only objects that exist have unique ids.
         self._members = list(itertools.chain.from_iterable(self._children))
-        self._named = [list(ddp.plain(model).named_parameters()) for model in registered.models]
+        self._named = [list(plain(model).named_parameters()) for model in registered.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
         self._renormalized = renormalized_weights(registered.models)
         groups = [group for o in registered.optimizers for group in o.param_groups]
@@ -106,8 +106,8 @@ class ReplicaContents:
     # ---- buffers
 
     def _all_buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        for index, model in enumerate(map(ddp.plain, self._registered.models)):
-            statistics = set(map(id, ddp.running_statistics(model)))
+        for index, model in enumerate(map(plain, self._registered.models)):
+            statistics = set(map(id, running_statistics(model)))
             for name, buffer in model.named_buffers():
                 if id(buffer) not in statistics and not buffer.is_inference():
                     yield index, f"models[{index}].{name}", buffer
@@ -135,7 +135,7 @@ class ReplicaContents:
         registered = self._registered
         is_unsharded = registered.replication.is_unsharded
         equal, replicated = self._equal_buffers(), set[torch.Tensor]()
-        compared = [self._keeps_all_equal or ddp.is_ddp(model) for model in registered.models]
+        compared = [self._keeps_all_equal or is_ddp(model) for model in registered.models]
         for index, model in enumerate(registered.models):
             if not compared[index]:
                 continue
@@ -165,7 +165,7 @@ class ReplicaContents:
         for name, modules in ("models", registered.models), ("criteria", registered.criteria):
             for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):
-                    yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))
+                    yield from _hyperparameters(f"{name}[{index}]", plain(module))
 
 
 def _optimizer_contents(

@@ -10,7 +10,7 @@ from raysgd._internal.arguments import is_number
 from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.register_checks import attributes_of, is_metric
-from raysgd.torch.strategies.ddp import plain
+from raysgd.torch.strategies.replicated_model import plain
 from raysgd.torch.tensors import version_of
 
 

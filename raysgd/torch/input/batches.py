@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from raysgd._internal.nested import describe, named_values
 from raysgd.metrics import Sums, ratio
-from raysgd.torch.strategies.ddp import plain
+from raysgd.torch.strategies.replicated_model import plain
 from raysgd.torch.tensors import tensors_in
 
 IGNORED = -100

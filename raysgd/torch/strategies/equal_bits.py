@@ -41,7 +41,7 @@ from raysgd.metrics import on_cpu
 from raysgd.torch import conflicts
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.orders import seed_all
-from raysgd.torch.strategies.data_parallel import GroupExchange, broadcast_models
+from raysgd.torch.strategies.replicated_exchange import GroupExchange, broadcast_models
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import (
     copy_leaf,

@@ -24,9 +24,9 @@ from raysgd.loop.update import Update
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
-from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.data_parallel import GroupExchange
-from raysgd.torch.strategies.fsdp import FSDPModels
+from raysgd.torch.strategies.replicated_exchange import GroupExchange
+from raysgd.torch.strategies.replicated_model import only_running_statistics
+from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import PARAMETER, Piece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
@@ -56,7 +56,7 @@ class FullyShardedModel(OptimizerShards, Replication):
         models, (optimizer,) = registered.models, registered.optimizers
         device, precision = registered.device, registered.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
-        self.models = FSDPModels(models, arguments.get("wrap"), dtype, device)
+        self.models = ShardedModules(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
         whole = () if registered.context.is_alone else self.models.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
@@ -245,8 +245,8 @@ class FullyShardedExchange(GroupExchange):
     def __init__(self, registered: RegisteredObjects) -> None:
         super().__init__(registered)
         sharded: Any = registered.replication
-        self._models: FSDPModels = sharded.models
-        self._synced_models = [m for m in registered.models if not ddp.only_running_statistics(m)]
+        self._models: ShardedModules = sharded.models
+        self._synced_models = [m for m in registered.models if not only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
     def check_trained(self) -> None:

@@ -14,14 +14,14 @@ from raysgd.torch import conflicts
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
-from raysgd.torch.strategies.data_parallel import (
+from raysgd.torch.strategies.equal_bits import EqualBitsExchange
+from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.horovod import HorovodExchange
+from raysgd.torch.strategies.replicated_exchange import (
     OwnModels,
     ReplicatedExchange,
     UserWrappedExchange,
 )
-from raysgd.torch.strategies.equal_bits import EqualBitsExchange
-from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.strategies.horovod import HorovodExchange
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizers
 
 

@@ -19,7 +19,7 @@ from raysgd.torch.digests import fingerprint
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies import replicated_model
 from tests.operators import local
 
 X = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -191,8 +191,10 @@ def test_equal_bits_refuse_a_collective_of_user_code(process_group, call, name):
 
 def test_passes_that_complete_averages_do_not_depend_on_earlier_steps(process_group, monkeypatch):
     """A replacement has no hooks of parts that were trained before it joined."""
-    seen, average = [], ddp.average_gradients
-    monkeypatch.setattr(ddp, "average_gradients", lambda p: (seen.append(len(p)), average(p)))
+    seen, average = [], replicated_model.average_gradients
+    monkeypatch.setattr(
+        replicated_model, "average_gradients", lambda p: (seen.append(len(p)), average(p))
+    )
 
     class Heads(torch.nn.Module):
         def __init__(self):
@@ -210,7 +212,7 @@ def test_passes_that_complete_averages_do_not_depend_on_earlier_steps(process_gr
         wrapped._passes.end_update()
         return [*seen]
 
-    old, new = (ddp.ReplicatedModel(Heads()) for _ in range(2))
+    old, new = (replicated_model.ReplicatedModel(Heads()) for _ in range(2))
     step(old, old.module.first, old.module.second)
     of_old = step(old, old.module.second, old.module.first)
     assert of_old == step(new, new.module.second, new.module.first)

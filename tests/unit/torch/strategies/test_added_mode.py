@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import Guard, TrainingOperator
 from raysgd.loop.feature import Replication, UpdateFeature
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
-from raysgd.torch.strategies.data_parallel import broadcast_models
 from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.replicated_exchange import broadcast_models
 from raysgd.torch.strategies.table import STRATEGIES, Strategy
 from tests.unit.torch import cases
 

@@ -20,9 +20,9 @@ from raysgd.torch.collectives import average_gradients
 from raysgd.torch.digests import fingerprint
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.register_checks import check_same_parameters
-from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.ddp import ReplicatedModel, gradient_of
+from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_of, is_ddp
 from raysgd.torch.tensors import backward_pass, parameters_of
 
 
@@ -32,7 +32,7 @@ class OwnModels(Replication):
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
         self._registered = registered
 
-    replicates: bool = forward_to(lambda self: any(map(ddp.is_ddp, self._registered.models)))
+    replicates: bool = forward_to(lambda self: any(map(is_ddp, self._registered.models)))
 
 
 class GroupExchange(GradientExchange):
@@ -45,7 +45,7 @@ class GroupExchange(GradientExchange):
     needs_warm_up: bool = forward_to(
         lambda self: (
             self._registered.device.type == "cuda"
-            or any(map(ddp.is_compiled, self._registered.models))
+            or any(map(replicated_model.is_compiled, self._registered.models))
         )
     )
     num_workers: int = forward_to(
@@ -64,7 +64,7 @@ class GroupExchange(GradientExchange):
         self._registered.models = [wrapped.get(id(model), model) for model in models]
 
     def check_trained(self) -> None:
-        models, dtypes = list(map(ddp.unwrap, self._registered.models)), self._dtypes
+        models, dtypes = list(map(replicated_model.unwrap, self._registered.models)), self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them
             stepped = [p for each in self._registered.optimizers for p in parameters_of(each)]
             dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
@@ -101,7 +101,7 @@ class UserWrappedExchange(GroupExchange):
         super().use_wrappers(wrappers)
         registered = self._registered
         self._wrappers = [m for m in registered.models if isinstance(m, DistributedDataParallel)]
-        self._averaged = list(map(ddp.averaged_parameters, self._wrappers))
+        self._averaged = list(map(replicated_model.averaged_parameters, self._wrappers))
         if any(wrapper.static_graph for wrapper in self._wrappers):
             why = "DistributedDataParallel(static_graph=True) cannot accumulate"
             registered.refuse_split(why)
@@ -109,16 +109,16 @@ class UserWrappedExchange(GroupExchange):
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
     def begin_generation(self) -> None:
-        warnings = map(ddp.rebuild_reducer, self._wrappers, self._averaged)
+        warnings = map(replicated_model.rebuild_reducer, self._wrappers, self._averaged)
         self.warning = "\n".join(filter(None, [*warnings]))
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         buffers: list[torch.Tensor] = []
         for model in self._registered.models:
-            if ddp.is_ddp(model):
+            if is_ddp(model):
                 buffers += model.buffers()
             elif self.keeps_all_equal:
-                buffers += ddp.running_statistics(model)
+                buffers += replicated_model.running_statistics(model)
         return buffers
 
     def begin_micro_batch(self, update: Update) -> None:
@@ -152,9 +152,10 @@ class ReplicatedExchange(UserWrappedExchange):
     keeps_all_equal = True
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
-        registered, num_given = self._registered, len(self._registered.given_models)
+        registered = self._registered
+        device, num_given = registered.device, len(registered.given_models)
         registered.models = [
-            ddp.wrap(model, registered.device, ddp_args, is_criterion=index >= num_given)
+            replicated_model.wrap(model, device, ddp_args, is_criterion=index >= num_given)
             for index, model in enumerate(registered.models)
         ]
         registered.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs

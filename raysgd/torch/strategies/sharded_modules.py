@@ -78,7 +78,7 @@ def _refuse_copy(module: torch.nn.Module, memo: Any) -> NoReturn:
     )
 
 
-class FSDPModels:
+class ShardedModules:
     """The parameters of models, sharded by rows over the workers.
 
     Each generation replaces the parameters. The modules remain the same objects. `docs/sharding.md`

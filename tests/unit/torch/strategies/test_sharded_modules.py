@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from raysgd.torch.strategies.fsdp import FSDPModels
+from raysgd.torch.strategies.sharded_modules import ShardedModules
 from tests.conftest import needs_full_sharding
 
 pytestmark = needs_full_sharding
@@ -45,7 +45,7 @@ def test_blocks_are_gathered_separately_and_the_same_modules_become_plain_again(
     before, names = copy.deepcopy(model), [set(vars(module)) for module in model.modules()]
     inputs = torch.randn(2, 4, dtype=torch.float64)
     for wrap in (None, Block, [Block]):
-        models = FSDPModels([model], wrap, None, CPU)
+        models = ShardedModules([model], wrap, None, CPU)
         values = [parameter.detach().clone() for parameter in model.parameters()]
         models.shard()
         assert sharded_modules(model) == [True, False, True, False, True, False]
@@ -82,7 +82,7 @@ def test_hooks_and_recomputation_find_whole_parameters(process_group):
     seen = []
     for block in model:
         block.register_forward_pre_hook(lambda block, _: seen.append(block.inner.weight.sum()))
-    models = FSDPModels([model], None, None, CPU)
+    models = ShardedModules([model], None, None, CPU)
     values = [parameter.detach().clone() for parameter in model.parameters()]
     models.shard()
     for number, value in enumerate(values):
@@ -98,7 +98,7 @@ def test_hooks_and_recomputation_find_whole_parameters(process_group):
 
 def test_workers_that_evaluate_different_blocks_raise(process_group, monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
-    models = FSDPModels([model], None, None, CPU)
+    models = ShardedModules([model], None, None, CPU)
     models.shard()
     reduced = []
 
@@ -123,9 +123,9 @@ def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest(process_group
     model[1].inner.weight = model[0].weight
     said = r"have no module of this class\. They have Block, Linear, Sequential"
     with pytest.raises(ValueError, match=said):
-        FSDPModels([model], torch.nn.Conv2d, None, CPU)
+        ShardedModules([model], torch.nn.Conv2d, None, CPU)
     for wrap in (None, Block):
-        models = FSDPModels([model], wrap, None, CPU)
+        models = ShardedModules([model], wrap, None, CPU)
         models.shard()
         assert sharded_modules(model) == [True, False, False, False, True, False]
         models.release()
@@ -133,7 +133,7 @@ def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest(process_group
 
 def test_parameters_know_the_rank_in_the_newest_group():
     model = torch.nn.Linear(6, 6)
-    models = FSDPModels([model], None, None, CPU)
+    models = ShardedModules([model], None, None, CPU)
     for rank in (1, 0):
         dist.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
         try:

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.torch.options import OperatorSettings
-from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.data_parallel import UserWrappedExchange
-from raysgd.torch.strategies.ddp import ReplicatedModel
+from raysgd.torch.strategies import replicated_model
+from raysgd.torch.strategies.replicated_exchange import UserWrappedExchange
+from raysgd.torch.strategies.replicated_model import ReplicatedModel
 from raysgd.torch.train_state import TorchTrainState
 
 
@@ -64,7 +64,7 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
     wrapped.eval()
     before = copy.deepcopy(module.state_dict())
     reducer = wrapped.reducer
-    ddp.rebuild_reducer(wrapped, ddp.averaged_parameters(wrapped))
+    replicated_model.rebuild_reducer(wrapped, replicated_model.averaged_parameters(wrapped))
     assert wrapped.module is module
     assert wrapped.reducer is not reducer
     assert not wrapped.training
@@ -94,11 +94,11 @@ def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group, w
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].bias.requires_grad_(False)
     wrapped = wrapper(model)
-    required = ddp.averaged_parameters(wrapped)
+    required = replicated_model.averaged_parameters(wrapped)
     for frozen in (["0.weight"], list(required), []):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
-        ddp.rebuild_reducer(wrapped, required)
+        replicated_model.rebuild_reducer(wrapped, required)
         for name, parameter in model.named_parameters():
             assert parameter.requires_grad == (name not in frozen)
         assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 3
@@ -107,7 +107,7 @@ def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group, w
 def test_parameters_that_were_frozen_in_a_wrapper_of_user_code_are_averaged(process_group):
     wrapped = DistributedDataParallel(torch.nn.Linear(1, 1))
     wrapped.module.bias.requires_grad_(False)
-    assert ddp.averaged_parameters(wrapped) == {"weight": True, "bias": True}
+    assert replicated_model.averaged_parameters(wrapped) == {"weight": True, "bias": True}
 
 
 def test_rebuild_keeps_hooks(process_group):
@@ -117,7 +117,7 @@ def test_rebuild_keeps_hooks(process_group):
     wrapped.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True)
     wrapped.register_full_backward_hook(lambda *_: seen.append("backward"))
     wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved"))
-    ddp.rebuild_reducer(wrapped, ddp.averaged_parameters(wrapped))
+    replicated_model.rebuild_reducer(wrapped, replicated_model.averaged_parameters(wrapped))
     wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
     wrapped.state_dict()
     assert seen == ["before", "after", "backward", "saved"]
@@ -126,11 +126,11 @@ def test_rebuild_keeps_hooks(process_group):
 def test_rebuilt_wrapper_equals_that_of_a_new_worker(process_group):
     """A surviving worker may rebuild between two micro-batches of a step."""
     wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
-    required = ddp.averaged_parameters(wrapped)
+    required = replicated_model.averaged_parameters(wrapped)
     with wrapped.no_sync():
         wrapped(torch.ones(1, 2)).sum().backward()
     assert not wrapped.require_forward_param_sync
-    ddp.rebuild_reducer(wrapped, required)
+    replicated_model.rebuild_reducer(wrapped, required)
     assert wrapped.require_forward_param_sync
     assert wrapped.require_backward_grad_sync
 
@@ -146,14 +146,14 @@ def test_rebuild_keeps_communication_hooks_without_state(process_group):
         wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
         wrapped.register_comm_hook(state_of(wrapped), hook)
         states = []
-        required = ddp.averaged_parameters(wrapped)
+        required = replicated_model.averaged_parameters(wrapped)
         for _ in range(2):
-            ddp.rebuild_reducer(wrapped, required)
+            replicated_model.rebuild_reducer(wrapped, required)
         wrapped(torch.ones(1, 2)).sum().backward()
         assert states == [state_of(wrapped)]
     wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
     wrapped.register_comm_hook({}, hook)
-    warning = ddp.rebuild_reducer(wrapped, ddp.averaged_parameters(wrapped))
+    warning = replicated_model.rebuild_reducer(wrapped, required)
     assert re.search("removed the communication hook 'hook'.*a dict", warning)
     states.clear()
     wrapped(torch.ones(1, 2)).sum().backward()
@@ -176,7 +176,7 @@ class Counting(torch.nn.Module):
     ],
 )
 def test_only_running_statistics(layers, expected):
-    assert ddp.only_running_statistics(torch.nn.Sequential(*layers)) is expected
+    assert replicated_model.only_running_statistics(torch.nn.Sequential(*layers)) is expected
 
 
 # ---- a wrapped model behaves like its module
@@ -288,7 +288,7 @@ def test_modules_added_to_a_wrapper_go_to_its_module(process_group):
 
 def test_wrapper_has_the_items_of_its_module(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-    wrapped = ddp.wrap(model, torch.device("cpu"), {})
+    wrapped = replicated_model.wrap(model, torch.device("cpu"), {})
     assert (len(wrapped), [*wrapped], wrapped[0]) == (2, [*model], model[0])
     wrapped[1] = torch.nn.Tanh()
     assert isinstance(model[1], torch.nn.Tanh)
@@ -296,12 +296,12 @@ def test_wrapper_has_the_items_of_its_module(process_group):
     assert len(model) == 1
     assert wrapped
     assert len(pickle.loads(pickle.dumps(wrapped))) == 1
-    assert ddp.wrap(Encoder(), torch.device("cpu"), {})
+    assert replicated_model.wrap(Encoder(), torch.device("cpu"), {})
 
 
 def test_rehearsal_restores_attributes_of_a_wrapper(process_group):
     state = TorchTrainState(OperatorSettings(context=WorkerContext(distributed=True)))
-    model = ddp.wrap(torch.nn.Linear(1, 1), torch.device("cpu"), {})
+    model = replicated_model.wrap(torch.nn.Linear(1, 1), torch.device("cpu"), {})
     model.calls, state.registered.models = 0, [model]
     with state.restoring_models():
         model.calls += 1
