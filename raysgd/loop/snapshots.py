@@ -17,7 +17,7 @@ _SMALL_BYTES = 16 * 2**20
 """Size of a state that has a snapshot at each epoch, because it costs milliseconds."""
 _S_PER_BYTE = 2e-9
 """Expected cost of a snapshot, until one was measured."""
-_PAUSE_S = 60.0
+_INTERVAL_S = 60.0
 """Seconds between two snapshots within an epoch."""
 
 
@@ -112,7 +112,7 @@ class Snapshots:
         is_new_epoch = epoch != self._train_state.epoch
         if self._every == "epoch":
             return is_new_epoch
-        if self._trained_s < max(self._wait_s, 0.0 if is_new_epoch else _PAUSE_S):
+        if self._trained_s < max(self._wait_s, 0.0 if is_new_epoch else _INTERVAL_S):
             return False
         self._set_wait(_num_bytes(self._read_state()))
         return self._trained_s >= self._wait_s

@@ -50,8 +50,8 @@ def register(
         tf.config.run_functions_eagerly(True)
     model = train_state.models[0]
     of_model = [each is None for each in (optimizers, criterion, metrics)]
-    train_state.taken = lambda: [*itertools.compress(compiled_objects(model), of_model)]
-    train_state.taken_at_register = train_state.taken()
+    train_state.read_compiled = lambda: [*itertools.compress(compiled_objects(model), of_model)]
+    train_state.compiled_at_register = train_state.read_compiled()
     if optimizers is None:
         optimizers = getattr(model, "optimizer", None)
         if optimizers is None or isinstance(models, list | tuple):
@@ -103,7 +103,7 @@ def _as_optimizer(train_state: KerasTrainState, optimizer: Any) -> Any:
 def build_registered(train_state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
     models, data = train_state.models, train_state.data
-    if train_state.taken() != train_state.taken_at_register:
+    if train_state.read_compiled() != train_state.compiled_at_register:
         raise RuntimeError(
             "setup compiled a model after register(), which had taken its optimizer, loss, or "
             "metrics. Call compile() first."

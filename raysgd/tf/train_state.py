@@ -49,8 +49,8 @@ class KerasTrainState(TrainState):
         self.micro_batching = MicroBatching(settings, self.update)
         self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training
-        self.taken: Callable[[], list[Any]] = list  # what `register` has taken from compile()
-        self.taken_at_register: list[Any] = []
+        self.read_compiled: Callable[[], list[Any]] = list  # what `register` uses of compile()
+        self.compiled_at_register: list[Any] = []
         self.setup_arguments: list[Any] = []  # of compile(): constants of the graphs
         self.attributes: Mapping[str, Any] = {}  # of the operator
         self.setup_objects: Mapping[str, Any] = {}  # those that are registered, when `setup` ended

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.cluster import remote_functions
-from raysgd.train.worker_session import receive_shards
+from raysgd.train.worker_session import receive_datasets
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class Datasets:
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of Datasets by name.")
 
     def send(self, members: Sequence[Any]) -> None:
-        """Send each worker its shards."""
-        shards = self.split([each.actor for each in members])
-        calls = [m.execute(receive_shards, shard) for m, shard in zip(members, shards, strict=True)]
+        """Send each worker its part of the data sets."""
+        parts = self.split([each.actor for each in members])
+        calls = [m.execute(receive_datasets, part) for m, part in zip(members, parts, strict=True)]
         remote_functions.results(members, calls)
 
     def split(self, actors: Sequence[Any]) -> list[Any]:

@@ -222,7 +222,7 @@ class _ProcessState:
     session: Session | None = None
     context: WorkerContext | None = None
     """Context of this worker, also between runs. None outside of a worker."""
-    shards: Any = None
+    datasets: Any = None
     """This worker's data sets, for the current session or the next one."""
     accelerator: Any = None
     """Precision and prepared optimizers of the run, if it uses `raysgd.train.torch`."""
@@ -238,5 +238,5 @@ def worker_context() -> WorkerContext:
     return process_state.context or WorkerContext()
 
 
-def receive_shards(shards: Any) -> None:
-    process_state.shards = shards
+def receive_datasets(datasets: Any) -> None:
+    process_state.datasets = datasets

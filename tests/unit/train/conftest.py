@@ -24,8 +24,8 @@ def run():
         process_state.context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
         queue = FakeQueue()
         process_state.session = Session(RunPlan("one", b"", **planned), queue)
-        process_state.shards, process_state.accelerator, process_state.seed = shards, None, None
+        process_state.datasets, process_state.accelerator, process_state.seed = shards, None, None
         return queue
 
     yield enter
-    process_state.session = process_state.context = process_state.shards = None
+    process_state.session = process_state.context = process_state.datasets = None

@@ -47,7 +47,7 @@ def make_worker():
     for worker in workers:
         worker.runner.handle(EndRunRequest())
         worker.runner.teardown()
-    worker_session.receive_shards(None)
+    worker_session.receive_datasets(None)
 
 
 @pytest.mark.filterwarnings(r"ignore:`\w+` is meant to only be called")  # by Ray 2.44
