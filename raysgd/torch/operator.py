@@ -43,7 +43,7 @@ from raysgd.torch.input.batches import (
     scores_in,
 )
 from raysgd.torch.optimization import as_count, count_of, ignored_index
-from raysgd.torch.options import OperatorSettings
+from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
 from raysgd.torch.strategies.replicated_model import plain
 from raysgd.torch.train_state import TorchTrainState
@@ -67,9 +67,9 @@ class TrainingOperator(OperatorBase):
     ``raysgd.testing.run_operator`` creates an operator in this process, without Ray.
     """
 
-    def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
+    def __init__(self, config: Mapping[str, Any], settings: TorchSettings | None = None) -> None:
         super().__init__(config)
-        self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
+        self._train_state: TorchTrainState = TorchTrainState(settings or TorchSettings())
         self._update_features = OperatorFeatures(self._train_state.registered)
 
     device: torch.device = forward_to("_train_state.settings.device", "This worker's device.")

@@ -193,6 +193,6 @@ def without_old_arguments(
 
 
 @dataclass
-class OperatorSettings(Settings):
+class TorchSettings(Settings):
     options: TorchOptions = field(default_factory=TorchOptions)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

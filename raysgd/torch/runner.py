@@ -18,7 +18,7 @@ from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.loop.train_state import RandomGenerators
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.options import OperatorSettings, TorchOptions
+from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.strategies.replicated_model import is_ddp
@@ -65,7 +65,7 @@ class TorchRunner(OperatorRunner):
         if "tensorflow" in sys.modules:  # a module of the operator has imported it
             refuse_triton()
         device = _device(bool(self._options.use_gpu), context)
-        settings = OperatorSettings(device=device, **arguments)
+        settings = TorchSettings(device=device, **arguments)
         operator = build_operator(operator_cls, config, settings)
         self.start_operator(operator, TorchStateAccess(operator._train_state))
 
@@ -124,7 +124,7 @@ class TorchRandomGenerators(RandomGenerators):
 
 
 def build_operator(
-    operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: OperatorSettings
+    operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: TorchSettings
 ) -> TrainingOperator:
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     train_state = operator._train_state

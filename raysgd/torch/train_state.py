@@ -18,20 +18,20 @@ from raysgd.loop.train_state import TrainState
 from raysgd.torch.features.micro_batching import num_rows
 from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.loading import TorchSources
-from raysgd.torch.options import OperatorSettings
+from raysgd.torch.options import TorchSettings
 from raysgd.torch.tensors import copy_leaf
 
 
 class TorchTrainState(TrainState):
     """The `RegisteredObjects`, which features use, and the segment in progress."""
 
-    settings: OperatorSettings
+    settings: TorchSettings
     data: TorchSources
     given_models: list[torch.nn.Module] = forward_to("registered.given_models")
     accumulation_steps: int = forward_to("registered.accumulation_steps")
     replication: Replication = forward_to("registered.replication")
 
-    def __init__(self, settings: OperatorSettings) -> None:
+    def __init__(self, settings: TorchSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.data = TorchSources(settings, self.position.seed)
         if settings.device.type == "cuda":

@@ -16,7 +16,7 @@ from raysgd.data.partition import MicroBatch, part_of
 from raysgd.loop.micro_batching import BatchParts, MicroBatching
 from raysgd.loop.update import Update
 from raysgd.torch.input.batches import map_batch
-from raysgd.torch.options import OperatorSettings
+from raysgd.torch.options import TorchSettings
 
 Models: TypeAlias = Callable[[], Sequence[torch.nn.Module]]
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
@@ -27,11 +27,11 @@ _NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, be
 class TorchMicroBatching(MicroBatching):
     """Splits batches of tensors in nested containers."""
 
-    _settings: OperatorSettings
+    _settings: TorchSettings
     _num_samples: float = 0
     """Samples of the current batch; 0 if unknown."""
 
-    def __init__(self, settings: OperatorSettings, update: Update, models: Models) -> None:
+    def __init__(self, settings: TorchSettings, update: Update, models: Models) -> None:
         super().__init__(settings, update)
         self._models = models
 

@@ -16,7 +16,7 @@ from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen_parameters import FrozenParameters
 from raysgd.torch.input.loading import TorchSources
-from raysgd.torch.options import OperatorSettings
+from raysgd.torch.options import TorchSettings
 from raysgd.torch.precision import PRECISIONS
 from raysgd.torch.strategies.exchange import GradientExchange
 
@@ -29,7 +29,7 @@ class RegisteredObjects:
     segment in progress, its caller passes it.
     """
 
-    def __init__(self, settings: OperatorSettings, data: TorchSources, owner: TrainState) -> None:
+    def __init__(self, settings: TorchSettings, data: TorchSources, owner: TrainState) -> None:
         self._settings = settings
         # From before ``setup`` to the end of the worker, these are the same objects.
         self.options, self.device = settings.options, settings.device

@@ -13,7 +13,7 @@ from raysgd.loop.loop_control import LoopControl, StepInterruptedError
 from raysgd.loop.segment import Segment
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.optimization import Optimization
-from raysgd.torch.options import OperatorSettings
+from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
 
@@ -30,7 +30,7 @@ def make_steps(
     world_size=1,
 ):
     """Return a new train state, and an iterator with accumulation groups of `size` batches."""
-    train_state = TorchTrainState(OperatorSettings())
+    train_state = TorchTrainState(TorchSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     features = OperatorFeatures(train_state.registered)

@@ -14,7 +14,7 @@ from raysgd import TrainingOperator
 from raysgd._internal import step_timing
 from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
-from raysgd.torch.options import OperatorSettings, TorchOptions
+from raysgd.torch.options import TorchOptions, TorchSettings
 from tests.operators import Classifier, local, make_model, register_all
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
@@ -252,7 +252,7 @@ def test_invalid_num_items_is_an_error(found, error):
 def test_properties_of_an_operator():
     context = WorkerContext(world_rank=3, world_size=4, local_rank=1)
     options = TorchOptions(scheduler_step_freq="batch", use_tqdm=True, use_fp16=True)
-    settings = OperatorSettings(options=options, context=context)
+    settings = TorchSettings(options=options, context=context)
     operator = Classifier({"a": 1}, settings)
     assert (operator.world_rank, operator.world_size, operator.local_rank) == (3, 4, 1)
     assert operator.config == {"a": 1}
@@ -286,7 +286,7 @@ Pair = collections.namedtuple("Pair", "frm to")
     ],
 )
 def test_nested_tensors_move_to_the_device(make, tensor_of):
-    operator = Classifier({}, OperatorSettings(device=torch.device("meta")))
+    operator = Classifier({}, TorchSettings(device=torch.device("meta")))
     batch = make(torch.ones(1))
     moved = operator.to_device(batch)
     assert type(moved) is type(batch)

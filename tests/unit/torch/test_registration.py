@@ -17,7 +17,7 @@ from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 from raysgd.torch import registration
 from raysgd.torch.feature_list import OperatorFeatures
-from raysgd.torch.options import OperatorSettings, TorchOptions
+from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.train_state import TorchTrainState
@@ -42,7 +42,7 @@ def make_registration(device=CPU, context=None, config_batch_size=None, **option
         "device": device,
         "config_batch_size": config_batch_size,
     }
-    return TorchTrainState(OperatorSettings(options=TorchOptions(**options), **place))
+    return TorchTrainState(TorchSettings(options=TorchOptions(**options), **place))
 
 
 def register(train_state, models=None, optimizers=None, *more, **others):
@@ -396,7 +396,7 @@ def forever(loader):
 @pytest.mark.parametrize(("num_workers", "partitions"), [(1, True), (2, True), (2, False)])
 def test_warning_names_loaders_that_every_worker_reads(num_workers, partitions, caplog):
     options = TorchOptions(num_workers=num_workers, add_dist_sampler=partitions)
-    build_operator(TwoLoaders, {}, OperatorSettings(options=options))
+    build_operator(TwoLoaders, {}, TorchSettings(options=options))
     found = [record.message for record in caplog.records if "Every worker reads" in record.message]
     assert len(found) == (num_workers == 2 and partitions)
     for message in found:

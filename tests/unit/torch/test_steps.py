@@ -14,7 +14,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.features.averaging import WeightAveraging
-from raysgd.torch.options import OperatorSettings
+from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
 from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.train_state import TorchTrainState
@@ -273,7 +273,7 @@ def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
 
 
 def make_registration(kind, dtype):
-    train_state = TorchTrainState(OperatorSettings())
+    train_state = TorchTrainState(TorchSettings())
     model = torch.nn.Linear(2, 1).to(dtype)
     register(train_state, OperatorFeatures(train_state.registered), model, kind(model.parameters()))
     return train_state

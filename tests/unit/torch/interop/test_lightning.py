@@ -14,7 +14,7 @@ from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
 from raysgd.torch.interop.logged_metrics import MergedStates, copy_without_sync
-from raysgd.torch.options import OperatorSettings, TorchOptions
+from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
 from tests.fidelity import flat
 from tests.operators import local
@@ -466,7 +466,7 @@ def test_workers_average_gradients(process_group):
     operator = build_operator(
         TrainingOperator.from_ptl(Line, train_dataloader=loader()),
         {"lr": 0.1},
-        OperatorSettings(
+        TorchSettings(
             options=TorchOptions(scheduler_step_freq="manual", num_workers=2),
             context=WorkerContext(distributed=True),
         ),

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
-from raysgd.torch.options import OperatorSettings
+from raysgd.torch.options import TorchSettings
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.replicated_exchange import UserWrappedExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel
@@ -300,7 +300,7 @@ def test_wrapper_has_the_items_of_its_module(process_group):
 
 
 def test_rehearsal_restores_attributes_of_a_wrapper(process_group):
-    state = TorchTrainState(OperatorSettings(context=WorkerContext(distributed=True)))
+    state = TorchTrainState(TorchSettings(context=WorkerContext(distributed=True)))
     model = replicated_model.wrap(torch.nn.Linear(1, 1), torch.device("cpu"), {})
     model.calls, state.registered.models = 0, [model]
     with state.restoring_models():

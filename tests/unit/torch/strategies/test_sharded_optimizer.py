@@ -22,7 +22,7 @@ from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
-from raysgd.torch.options import OperatorSettings, TorchOptions
+from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import ShardLayout, gather_state, plan_transfers
@@ -178,7 +178,7 @@ def test_random_losses_give_the_result_of_one_process(workers, given):
 
 
 def divided(optimizer, copies=None):
-    each = OptimizerShards(optimizer, copies, TorchTrainState(OperatorSettings()).registered)
+    each = OptimizerShards(optimizer, copies, TorchTrainState(TorchSettings()).registered)
     each.wrap_steps()
     return each
 
@@ -390,7 +390,7 @@ def test_register_refuses_what_cannot_be_sharded(process_group, said):
 
 def build(register, context, **options):
     options = TorchOptions(training_operator_cls=Refused, **options)
-    settings = OperatorSettings(options=options, context=context)
+    settings = TorchSettings(options=options, context=context)
     return build_operator(Refused, {"register": register}, settings)
 
 
