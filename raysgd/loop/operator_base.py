@@ -306,6 +306,11 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
     return operator
 
 
+def has_validation_loader(operator: OperatorBase) -> bool:
+    """Return whether `setup` has registered validation data. Runs on a worker."""
+    return operator._train_state.data.has("validation")
+
+
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], public_name: str) -> None:
     """Check a trainer's operator class. `public_name` is the public name of its base class."""
     fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)

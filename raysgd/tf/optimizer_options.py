@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 
-def inspect(operator: Any) -> tuple[bool, list[float | None]]:
-    """Return whether there is validation data, and the initial learning rates.
+def inspect(operator: Any) -> list[float | None]:
+    """Return the initial learning rates. The rate of a schedule is None.
 
-    Runs on a worker, after ``setup``. The rate of a schedule is None.
+    Runs on a worker, after ``setup``.
     """
-    train_state = operator._train_state
-    rates = map(_rate, train_state.optimizers)
-    return train_state.data.has("validation"), [r if r is None else float(r) for r in rates]
+    rates = map(_rate, operator._train_state.optimizers)
+    return [rate if rate is None else float(rate) for rate in rates]
 
 
 def change(then: list[float | None], now: list[float | None], operator: Any) -> None:

@@ -18,12 +18,10 @@ Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 
-def inspect(operator: TrainingOperator) -> tuple[bool, Options]:
-    """Return whether a validation loader exists, and the options."""
-    train_state = operator._train_state
-    groups = [optimizer.param_groups for optimizer in train_state.registered.optimizers]
-    options = [[_numbers_of(group) for group in each] for each in groups]
-    return train_state.data.has("validation"), options
+def inspect(operator: TrainingOperator) -> Options:
+    """Return the options of the optimizers. Runs on a worker, after ``setup``."""
+    groups = [optimizer.param_groups for optimizer in operator._train_state.registered.optimizers]
+    return [[_numbers_of(group) for group in each] for each in groups]
 
 
 def change(then: Options, now: Options, operator: TrainingOperator) -> None:

@@ -15,6 +15,7 @@ from raysgd._internal.arguments import as_dict, as_int, set_fields
 from raysgd.callbacks.base import Callback, History, LastCall, Trainer
 from raysgd.callbacks.callback_list import as_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
+from raysgd.loop.operator_base import has_validation_loader
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader
@@ -105,9 +106,7 @@ class FitLoop:
         self.stop_reason = None
         with callback_list.attach(trainer, added):
             why = "fit() does not validate."
-            request = ApplyOperatorRequest(
-                function=lambda operator: operator._train_state.data.has("validation")
-            )
+            request = ApplyOperatorRequest(function=has_validation_loader)
             if options.validate_every and not any(dispatcher.run(request, method="fit")):
                 why = f"{why} {missing_loader('validation')}"
                 options = replace(options, validate_every=None)

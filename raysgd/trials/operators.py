@@ -17,6 +17,7 @@ import numpy as np
 
 from raysgd._internal.arguments import plain_int
 from raysgd.cluster.ray_session import check_runtime_env
+from raysgd.loop.operator_base import has_validation_loader
 
 try:
     from ray.tune import PlacementGroupFactory, Trainable
@@ -69,8 +70,9 @@ class BaseTrainable(Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         self.trainer = self._create_trainer(config)
         self._optimizer_options = type(self.trainer)._optimizer_options
-        inspected = self.trainer.apply_all_operators(self._optimizer_options.inspect)[0]
-        self._has_validation, self._initial_options = inspected
+        apply = self.trainer.apply_all_operators
+        self._has_validation = apply(has_validation_loader)[0]
+        self._initial_options = apply(self._optimizer_options.inspect)[0]
 
     def _create_trainer(self, config: dict[str, Any]) -> Any:
         arguments = self.trainer_arguments(config)

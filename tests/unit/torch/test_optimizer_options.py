@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from raysgd import TrainingOperator
+from raysgd.loop.operator_base import has_validation_loader
 from raysgd.testing import run_operator
 from raysgd.torch.optimizer_options import change, inspect
 from raysgd.torch.state_access import TorchStateAccess
@@ -39,7 +40,7 @@ def tuned(**config):
 
 def groups_moved_to(donor, heir):
     """Load the donor's state, adapted to the heir's config. Return the heir's groups."""
-    then, now = inspect(tuned(**donor.config))[1], inspect(heir)[1]
+    then, now = inspect(tuned(**donor.config)), inspect(heir)
     heir.optimizer.load_state_dict(copy.deepcopy(donor.optimizer.state_dict()))
     change(then, now, heir)
     return heir.optimizer.param_groups
@@ -65,12 +66,12 @@ def test_flags_and_zero_options_take_the_new_value():
         assert heir.optimizer.param_groups[0]["amsgrad"] is new
 
 
-def test_inspect_finds_the_validation_loader():
-    assert inspect(run_operator(Classifier))[0] is True
-    assert inspect(tuned(lr=0.1))[0] is False
+def test_only_a_registered_validation_loader_counts():
+    assert has_validation_loader(run_operator(Classifier)) is True
+    assert has_validation_loader(tuned(lr=0.1)) is False
     own = tuned(lr=0.1)
     own.validation_loader = [1, 2]  # validate() ignores this attribute
-    assert inspect(own)[0] is False
+    assert has_validation_loader(own) is False
 
 
 class Wrapper:
@@ -146,11 +147,11 @@ def test_scheduler_follows_its_own_optimizer(schedulers, order):
     config = {"schedulers": schedulers, "order": order}
     donor, heir = rivals(0.2, 0.2, **config), rivals(*changed, **config)
     always = rivals(*changed, **config)
-    then = inspect(donor)[1]
+    then = inspect(donor)
     for _ in range(3):
         donor.advance()
         always.advance()
-    now = inspect(heir)[1]
+    now = inspect(heir)
     saved = TorchStateAccess(donor._train_state).read()
     TorchStateAccess(heir._train_state).load(copy.deepcopy(saved))
     change(then, now, heir)
@@ -175,7 +176,7 @@ def test_rates_in_tensors_change_too():
     donor, heir = (
         run_operator(OfTensor, {"lr": lr}, scheduler_step_freq="manual") for lr in (0.25, 0.5)
     )
-    (_, then), (_, now) = json.loads(json.dumps([inspect(donor), inspect(heir)]))
+    then, now = json.loads(json.dumps([inspect(donor), inspect(heir)]))
     donor.optimizer.step()
     donor.schedule.step()
     saved = TorchStateAccess(donor._train_state).read()
