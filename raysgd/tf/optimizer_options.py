@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 
-def inspect(operator: Any) -> list[float | None]:
-    """Return the initial learning rates. The rate of a schedule is None.
-
-    Runs on a worker, after ``setup``.
-    """
+def initial_options(operator: Any) -> list[float | None]:
+    """Return the learning rates after ``setup``; None for a schedule. Runs on a worker."""
     rates = map(_rate, operator._train_state.optimizers)
     return [rate if rate is None else float(rate) for rate in rates]
 
 
-def change(then: list[float | None], now: list[float | None], operator: Any) -> None:
+def rescale_options(then: list[float | None], now: list[float | None], operator: Any) -> None:
     """Multiply each learning rate by the ratio of initial rates, now / then."""
     for optimizer, old, new in zip(operator._train_state.optimizers, then, now, strict=True):
         if old is not None and new is not None and old != new:

@@ -18,13 +18,13 @@ Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 
-def inspect(operator: TrainingOperator) -> Options:
-    """Return the options of the optimizers. Runs on a worker, after ``setup``."""
+def initial_options(operator: TrainingOperator) -> Options:
+    """Return the options after ``setup``. Runs on a worker."""
     groups = [optimizer.param_groups for optimizer in operator._train_state.registered.optimizers]
     return [[_numbers_of(group) for group in each] for each in groups]
 
 
-def change(then: Options, now: Options, operator: TrainingOperator) -> None:
+def rescale_options(then: Options, now: Options, operator: TrainingOperator) -> None:
     """Change the options of a loaded state from the initial options `then` to `now`.
 
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value

@@ -69,10 +69,9 @@ class BaseTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.trainer = self._create_trainer(config)
-        self._optimizer_options = type(self.trainer)._optimizer_options
         apply = self.trainer.apply_all_operators
         self._has_validation = apply(has_validation_loader)[0]
-        self._initial_options = apply(self._optimizer_options.inspect)[0]
+        self._initial_options = apply(self.trainer._optimizer_options.initial_options)[0]
 
     def _create_trainer(self, config: dict[str, Any]) -> Any:
         arguments = self.trainer_arguments(config)
@@ -104,10 +103,10 @@ class BaseTrainable(Trainable):
         """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
         saved = Path(checkpoint) / _OPTIONS
-        initial, change = self._initial_options, self._optimizer_options.change
+        initial, rescale = self._initial_options, self.trainer._optimizer_options.rescale_options
         loaded = json.loads(saved.read_text()) if saved.exists() else initial
         if loaded != initial:
-            self.trainer.apply_all_operators(functools.partial(change, loaded, initial))
+            self.trainer.apply_all_operators(functools.partial(rescale, loaded, initial))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()

@@ -4,7 +4,7 @@ import pytest
 
 from raysgd import TFTrainer
 from raysgd.loop.operator_base import has_validation_loader
-from raysgd.tf.optimizer_options import change, inspect
+from raysgd.tf.optimizer_options import initial_options, rescale_options
 from tests.tf_operators import Digits, digits, make_model
 
 
@@ -12,12 +12,12 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     from raysgd.tf.train_state import KerasStateAccess
 
     slow, fast = build(Digits, {"lr": 0.01}), build(Digits, {"lr": 0.04})
-    then, now = inspect(slow), inspect(fast)
+    then, now = initial_options(slow), initial_options(fast)
     assert has_validation_loader(slow)
     assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
     slow.optimizer.learning_rate.assign(0.005)  # lowered during training
     KerasStateAccess(fast._train_state).load(KerasStateAccess(slow._train_state).read())
-    change(then, now, fast)
+    rescale_options(then, now, fast)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
 
 
