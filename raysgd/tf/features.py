@@ -54,7 +54,7 @@ class ReplicaSync(UpdateFeature):
 
     def end_epoch(self, epoch: int) -> None:
         # Workers with more batches raise an error, and do not wait.
-        any_rank_lacks_gradient(self._train_state)
+        _check_same_update(self._train_state)
 
     def before_export(self) -> None:
         self._compare(after=1)
@@ -113,6 +113,7 @@ class KerasOptimization(UpdateFeature):
             why = "train_batch calls self.minimize() several times"
             self._train_state.micro_batching.refuse_split(why)
         update.optimizer_steps.requested.add(id(optimizer))
+        # Without counted items, the planned total is exact: the factor of `earlier` is always 1.0.
         weight = update.loss_weights.add(LossCount(), collectives.size).loss
         if weight != 1.0:
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
@@ -123,7 +124,8 @@ class KerasOptimization(UpdateFeature):
         if not update.in_last_micro_batch:
             return
         lacks_gradient = any(gradient is None for gradient in gradients)
-        if any_rank_lacks_gradient(self._train_state, variables, lacks_gradient):
+        any_lacks_gradient = _check_same_update(self._train_state, variables, lacks_gradient)
+        if any_lacks_gradient:
             gradients = collectives.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = collectives.mean([gradient for gradient, _ in pairs])
@@ -172,13 +174,12 @@ def _add(left: Any, right: Any) -> Any:
 # ---- comparison of the replicas
 
 
-def any_rank_lacks_gradient(
-    train_state: KerasTrainState, variables: Sequence[Any] = (), lacks_gradient: bool = False
+def _check_same_update(
+    train_state: KerasTrainState, variables: Sequence[Any] = (), flag: bool = False
 ) -> bool:
-    """Return whether any worker lacks a gradient. Every worker must call this.
+    """Raise an error unless all workers train the same variables, and have read the same samples.
 
-    Raise an error if others train other variables, have read other samples, or are at the end of an
-    epoch, without variables.
+    Every worker must call this. Return whether any of them has the flag.
     """
     if train_state.collectives.size == 1:
         return False
@@ -188,7 +189,7 @@ def any_rank_lacks_gradient(
         "the samples that they have read": train_state.data.training_source.update_digest,
         "what they train": trained,
     }
-    return _compare_workers(train_state, contents, lacks_gradient)
+    return _compare_workers(train_state, contents, flag)
 
 
 def _describe_variables(models: Sequence[Any], variables: Sequence[Any]) -> str:
