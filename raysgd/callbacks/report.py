@@ -256,9 +256,8 @@ def _phases(log: RunLog) -> dict[str, list[Any]]:
     for group in _groups(calls):
         seconds = [*map(_seconds_by_phase, group)]
         means = (1000 * fmean(each.get(phase, 0.0) for each in seconds) for phase in PHASES)
-        for phase, (base, top) in zip(
-            PHASES, pairwise(accumulate(means, initial=0.0)), strict=True
-        ):
+        bounds = pairwise(accumulate(means, initial=0.0))
+        for phase, (base, top) in zip(PHASES, bounds, strict=True):
             if top > base:
                 lines[phase].append((step, group[-1]["global_step"], base, top))
         step = group[-1]["global_step"]
