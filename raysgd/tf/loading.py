@@ -187,7 +187,7 @@ class DatasetSource(PartitionedSource):
             **partition_arguments,
         )
         self._layout, self._training, self._splits = layout, training, splits
-        self._plan = UpdatePlan()
+        self._newest_plan = UpdatePlan()
         self._num_begun = 0
         self._iteration: _Iteration | None = None
 
@@ -209,7 +209,8 @@ class DatasetSource(PartitionedSource):
         self._iterate(order, epoch)
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
-        return self._plan
+        """Return the plan of the step that was read last, because only its batches have sizes."""
+        return self._newest_plan
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
@@ -264,9 +265,10 @@ class DatasetSource(PartitionedSource):
             batch_size = -(-batch_size // self._layout.num_full_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         may_split = partition.may_split and self._layout.num_parts is not None
-        step = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
-        self._plan = step.plan((sum(sizes),))
-        own, number = self._own_batch(drawn), len(self._plan.micro_batches)
+        # This partition by samples only plans the step, and the size of its epoch does not matter.
+        by_samples = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
+        self._newest_plan = by_samples.plan((sum(sizes),))
+        own, number = self._own_batch(drawn), len(self._newest_plan.micro_batches)
         if number == 1:
             yield own
             return
