@@ -38,9 +38,8 @@ def set_layer_states(model: Any, states: Mapping[str, Any]) -> None:
 
 def layers_problem(model: Any, states: Mapping[str, Any]) -> str:
     number, own = len(states), len(_layers_to_save(model))
-    return (
-        "" if number == own else f"it has {number} layers that keep more than variables, not {own}"
-    )
+    fits = number == own
+    return "" if fits else f"it has {number} layers that keep more than variables, not {own}"
 
 
 def _layers_to_save(model: Any) -> list[Any]:

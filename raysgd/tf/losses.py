@@ -168,20 +168,19 @@ class BatchMetrics:
 
     def measure(self, target: Any, output: Any, sample_weight: Any) -> dict[str, MergeableMetric]:
         """Return the values for one batch, in a form that merges exactly."""
-        if self._compiled_metrics is None:
+        compiled = self._compiled_metrics
+        if compiled is None:
             return {}
         tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
         if not self._names:
-            self._compiled_metrics.update_state(*tensors)  # the first batch creates the metrics
-            self._names = _strip_numbers(
-                self._compiled_metrics.result(), self._compiled_metrics.metrics
-            )
+            compiled.update_state(*tensors)  # the first batch creates the metrics
+            self._names = _strip_numbers(compiled.result(), compiled.metrics)
         values: dict[str, MergeableMetric] = {}
-        updates = [(metric, metric.update_state) for metric in self._compiled_metrics.metrics]
+        updates = [(metric, metric.update_state) for metric in compiled.metrics]
         try:
             for name, (metric, update) in zip(self._names, updates, strict=True):
                 metric.update_state = partial(self._measure, values, name, metric, update)
-            self._compiled_metrics.update_state(*tensors)
+            compiled.update_state(*tensors)
         finally:
             for metric, update in updates:
                 metric.update_state = update
