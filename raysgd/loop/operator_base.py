@@ -199,7 +199,7 @@ class OperatorBase:
         update.held_metrics.append((metrics, weight, micro_batch.ends_step))
         self._train_state.timing.num_samples += float(weight)
         if not update.is_open:  # the loop has its own batches
-            self._train_state.count(update.release_metrics())
+            self._train_state.add_metrics(update.release_metrics())
 
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
@@ -207,7 +207,7 @@ class OperatorBase:
         if update.should_commit():
             self._train_state.segment.finish()
         # Of a group that another call of ``train_epoch`` continues.
-        self._train_state.count(update.release_metrics())
+        self._train_state.add_metrics(update.release_metrics())
         return meters.summary()
 
     def _check_single(self) -> None:

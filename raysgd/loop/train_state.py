@@ -152,10 +152,10 @@ class TrainState(ABC):
         finally:
             metrics = update.release_metrics()
             update.reset()
-            self.count(metrics)
+            self.add_metrics(metrics)
 
-    def count(self, metrics: Sequence[MicroBatchMetrics]) -> None:
-        """Add metrics to the meters, if there are any."""
+    def add_metrics(self, metrics: Sequence[MicroBatchMetrics]) -> None:
+        """Add metrics of an update that counts to the meters, if there are any."""
         if self.meters is not None:
             for each in metrics:
                 self.meters.update(*each)
