@@ -163,9 +163,8 @@ class EpochPartition:
             counted = [stop - first if counts else 0 for first, stop, counts in spans]
             total = sum(counted)
             for index, count in enumerate(counted):
-                weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
-                weight = count if self.layout.has_fixed_parts else weight
-                planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
+                fraction = min(count, 1) if count == total else count / total  # of all: an int
+                planned.append(MicroBatch(count, fraction, step, index == len(counted) - 1))
         is_unsplit = not (self.layout.has_fixed_parts or self.may_split)
         is_oversized = is_unsplit and any(self._num_micro_batches(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_oversized)
@@ -176,16 +175,14 @@ class MicroBatch:
     """What a worker trains at a time: a batch of its loader, or rows of a batch."""
 
     num_samples: float | None = None  # without repeated samples; None: unknown
-    weight: float = 1
-    """Of its metrics, and of a loss of unknown samples: a fraction of the worker's batch, or the
-    number of samples with equal bits. 0 for repeated samples."""
+    fraction: float = 1  # of the worker's samples in the step; 0 for repeated samples
     step_index: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last one of the worker's batch
 
     @functools.cached_property
     def is_repeated(self) -> bool:
         """Whether another worker has the same samples, so that these do not count."""
-        return self.weight == 0
+        return self.fraction == 0
 
     def split(self, sizes: Sequence[int]) -> list[MicroBatch]:
         """Split this batch, given the rows of each. A micro-batch of 0 rows repeats another."""
@@ -194,7 +191,7 @@ class MicroBatch:
             replace(
                 self,
                 num_samples=None if self.num_samples is None else self.num_samples * size / total,
-                weight=self.weight * size / total,
+                fraction=self.fraction * size / total,
                 ends_step=self.ends_step and index == len(sizes) - 1,
             )
             for index, size in enumerate(sizes)

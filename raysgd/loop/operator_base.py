@@ -193,7 +193,10 @@ class OperatorBase:
         """Add the metrics of a micro-batch. They count if its update counts."""
         update = self._train_state.update
         micro_batch = update.micro_batch
-        weight = weight_of(self.train_batch, metrics, micro_batch.weight)
+        # With fixed parts, a worker's samples in a step depend on the number of workers.
+        samples = micro_batch.num_samples if update.has_fixed_parts else None
+        default = micro_batch.fraction if samples is None else samples
+        weight = weight_of(self.train_batch, metrics, default)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
         update.held_metrics.append((metrics, weight, micro_batch.ends_step))
