@@ -104,8 +104,9 @@ class TrainState(ABC):
             position["split"] = self.micro_batching.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
-        if stream := self.data.training_source.position(self.epoch, self.offset):
-            position["stream"] = stream
+        if source_position := self.data.training_source.position(self.epoch, self.offset):
+            # The key of old checkpoints, in which only streams had such a position.
+            position["stream"] = source_position
         return position
 
     def load_position(self, position: dict[str, Any], global_step: int) -> None:
