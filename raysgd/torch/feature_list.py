@@ -10,13 +10,13 @@ from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sample_rate import SampleRate
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
 from raysgd.torch.optimization import Optimization
+from raysgd.torch.registered import RegisteredObjects
 
 ORDERS = (
     # first            later            the hook that needs the order, and why

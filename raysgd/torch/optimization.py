@@ -32,9 +32,9 @@ from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import LossCount, Update, WarmedUp
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.input.batches import IGNORED
+from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.replicated_model import plain
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
 

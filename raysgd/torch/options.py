@@ -16,8 +16,8 @@ from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
 from raysgd.data.partition import StepLayout
 from raysgd.loop.options import Options, Settings
-from raysgd.torch import conflicts
 from raysgd.torch.precision import PRECISIONS
+from raysgd.torch.strategies import conflicts
 
 __all__ = ["BadSteps", "EqualBits", "Guard"]
 

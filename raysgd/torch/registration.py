@@ -15,9 +15,8 @@ import torch
 from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
-from raysgd.torch.features.registered import RegisteredObjects
+from raysgd.torch.features.frozen_parameters import FrozenParameters
 from raysgd.torch.features.rollback import BufferCopies
-from raysgd.torch.frozen_parameters import FrozenParameters
 from raysgd.torch.register_checks import (
     as_criteria,
     as_registered,
@@ -25,6 +24,7 @@ from raysgd.torch.register_checks import (
     check_step_freq,
     is_trained,
 )
+from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.table import STRATEGIES, as_sharding_args, mode_of
 from raysgd.torch.train_state import TorchTrainState
 

@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import StateAccess
 from raysgd.torch.digests import fingerprint
-from raysgd.torch.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
+from raysgd.torch.features.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
 from raysgd.torch.strategies.replicated_model import plain, require_gradients, required_gradients
 from raysgd.torch.strategies.shards import gather_state
 from raysgd.torch.tensors import (

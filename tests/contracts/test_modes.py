@@ -14,7 +14,7 @@ WORDS = re.compile(
     r"|HorovodExchange|ReplicatedExchange|UserWrappedExchange|OwnModels)\b"
 )
 ALLOWED = re.compile(
-    r"torch/strategies/|(loop|torch|tf)/options\.py|torch/conflicts\.py|(torch|tf)/trainer\.py"
+    r"torch/strategies/|(loop|torch|tf)/options\.py|(torch|tf)/trainer\.py"
     r"|tf/communication\.py|(comm|train|cli)/|raysgd/__init__\.py|horovod|equal_bits|shard"
 )
 PORTS = {"GradientExchange", "Replication"}

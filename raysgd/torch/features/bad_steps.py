@@ -13,8 +13,8 @@ import torch
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Factors, Update
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import BadSteps
+from raysgd.torch.registered import RegisteredObjects
 
 _KEY = "bad_steps"
 _WINDOW = 100

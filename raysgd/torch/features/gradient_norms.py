@@ -9,7 +9,7 @@ import torch
 from raysgd._internal.arguments import check_number
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.features.registered import RegisteredObjects
+from raysgd.torch.registered import RegisteredObjects
 
 
 class GradientNorms(UpdateFeature):

@@ -16,8 +16,8 @@ from raysgd.loop.update import Update
 from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import Guard
+from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import kind_of
 
 _LAG = 2

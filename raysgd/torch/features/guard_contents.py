@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raysgd.torch.features.averaging import WeightAveraging
-from raysgd.torch.features.registered import RegisteredObjects
+from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.replicated_model import is_ddp, plain, running_statistics
 from raysgd.torch.tensors import Versions, renormalized_weights
 

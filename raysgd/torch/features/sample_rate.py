@@ -12,7 +12,7 @@ import torch
 from raysgd._internal.forwarding import forward_to
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.features.registered import RegisteredObjects
+from raysgd.torch.registered import RegisteredObjects
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
 

@@ -11,9 +11,9 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import LossCount, Update
 from raysgd.torch import collectives
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.batches import Batch
 from raysgd.torch.register_checks import required_arguments
+from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import Versions, parameters_of
 
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"

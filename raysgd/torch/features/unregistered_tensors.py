@@ -8,8 +8,8 @@ import torch
 
 from raysgd._internal.arguments import is_number
 from raysgd.loop.feature import UpdateFeature
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.register_checks import attributes_of, is_metric
+from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.replicated_model import plain
 from raysgd.torch.tensors import version_of
 

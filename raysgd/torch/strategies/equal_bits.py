@@ -38,9 +38,9 @@ from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
 from raysgd.loop.update import MicroBatchMetrics, Update
 from raysgd.metrics import on_cpu
-from raysgd.torch import conflicts
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.input.orders import seed_all
+from raysgd.torch.registered import RegisteredObjects
+from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.replicated_exchange import GroupExchange, broadcast_models
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import (

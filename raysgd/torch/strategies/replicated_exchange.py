@@ -18,8 +18,8 @@ from raysgd.loop.feature import Replication
 from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.digests import fingerprint
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.register_checks import check_same_parameters
+from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_of, is_ddp

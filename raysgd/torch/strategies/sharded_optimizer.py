@@ -26,7 +26,7 @@ from raysgd._internal.progress import Holdings
 from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import Replication, UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.features.registered import RegisteredObjects
+from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
     Piece,
     ShardLayout,

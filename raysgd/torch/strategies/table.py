@@ -10,10 +10,10 @@ import torch
 
 from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.feature import Replication
-from raysgd.torch import conflicts
-from raysgd.torch.features.registered import RegisteredObjects
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
+from raysgd.torch.registered import RegisteredObjects
+from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.equal_bits import EqualBitsExchange
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.horovod import HorovodExchange

@@ -12,9 +12,9 @@ from raysgd.data.partition import EpochPartition
 from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
+from raysgd.torch.features.frozen_parameters import FrozenParameters
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.rollback import BufferCopies
-from raysgd.torch.frozen_parameters import FrozenParameters
 from raysgd.torch.input.loading import TorchSources
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.precision import PRECISIONS
