@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The parts of each step of a group: by workers, or a fixed number.
+    """The size of each step of a group, and its parts: by workers, or a fixed number.
 
-    By workers, each worker trains one part. Fixed parts do not depend on the workers: a worker
-    trains the parts that it owns one after the other, and the generators of random numbers are
-    seeded for each. `CONTRIBUTING.md` defines these terms.
+    By workers, each worker trains one part, also if `num_parts` makes the size of a step constant.
+    Fixed parts do not depend on the workers: a worker trains the parts that it owns one after the
+    other, and the generators of random numbers are seeded for each. Only `fixed_by` fixes parts.
+    `CONTRIBUTING.md` defines these terms.
     """
 
-    num_parts: int | None = None  # of a full step; None: one for each current worker
-    fixed_by: str = ""  # the argument that lets fewer workers train as many parts, for messages
+    num_parts: int | None = None  # that a step is sized for; None: one for each current worker
+    fixed_by: str = ""  # the argument that fixes the parts, for messages; "": parts by workers
 
     @functools.cached_property
     def has_fixed_parts(self) -> bool:

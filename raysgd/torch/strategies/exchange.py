@@ -23,7 +23,7 @@ class GradientExchange(UpdateFeature):
     """Whether raysgd keeps all registered objects equal, and not only models that user code wraps.
     Workers can then train only parameters that were registered."""
     num_workers = 1
-    """Number of workers that average their gradients."""
+    """Number of workers that average their gradients. 1 if they add them up, or for one worker."""
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         """Prepare the models and optimizers, in `register`, with two of its arguments."""
