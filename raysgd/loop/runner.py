@@ -79,10 +79,10 @@ class OperatorRunner(Runner, ABC):
         ================================  ====================================  ==========
         ``batching``                      `DataSources.set_batch_size`          all others
         ``why_not_split``                 `MicroBatching`                       all others
-        shards                            `UpdateFeature.receive`                 all
+        shards                            `UpdateFeature.receive`               all
         schedulers, optimizers, models,   `StateAccess.copy_from`               followers
         and the entries of features
-        buffers                           `UpdateFeature.receive`                 followers
+        buffers                           `UpdateFeature.receive`               followers
         ``operator``                      the operator's ``load_state_dict``    followers
         ``is_damaged``                    `Update`                              followers
         ``module_modes``                  `StateAccess.set_module_modes`        followers
