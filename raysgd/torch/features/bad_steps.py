@@ -108,7 +108,7 @@ class BadStepFilter(UpdateFeature):
     def commit(self, update: Update) -> None:
         if update.bad_step is not None:
             self.bad_steps.append(update.bad_step)
-            self._registered.buffer_copies.restore()
+            self._registered.buffer_copies.roll_back(update)
         elif self._loss is not None:
             self._losses.append(self._loss)
 

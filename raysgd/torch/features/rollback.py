@@ -174,10 +174,6 @@ class BufferCopies(UpdateFeature):
                 self.values = self._copies.take(self.tensors())
 
     def roll_back(self, update: Update) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Write the copies back."""
         self.write(self.values)
 
     def write(self, values: Sequence[torch.Tensor | None]) -> None:

@@ -174,7 +174,7 @@ class EqualBitsExchange(GroupExchange):
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            self._registered.buffer_copies.restore()
+            self._registered.buffer_copies.roll_back(update)
         self._clear()
 
     def roll_back(self, update: Update) -> None:
