@@ -141,7 +141,7 @@ class TrainState(ABC):
     def commit(self, num_steps: int, offset: int) -> None:
         """Commit the update in progress, after which the position is at `offset` of the epoch."""
         update, position = self.update, self.position
-        update.begin_commit()
+        update.is_committing = True
         for feature in self.features_with["before_commit"]:
             feature.before_commit(update)
         update.commit()

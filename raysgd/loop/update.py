@@ -148,10 +148,6 @@ class Update:
         is_done = self.index >= 0 and not self.is_committing and self.in_last_micro_batch
         return is_done and (not raised or self.optimizer_steps.are_complete)
 
-    def begin_commit(self) -> None:
-        """Let features refuse the update, before `commit`."""
-        self.is_committing = True
-
     def release_metrics(self) -> list[MicroBatchMetrics]:
         """Return the held metrics, which count now. Numbers of a bad step count for no samples."""
         held, self.held_metrics = self.held_metrics, []
