@@ -13,17 +13,14 @@ from typing import Any, Self
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     Subset,
     TensorDataset,
     default_collate,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
@@ -40,11 +37,18 @@ from raysgd.data.source import (
 from raysgd.data.stream import Keys, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.batches import IGNORED, collate_samples
+from raysgd.torch.input.loader_copies import (
+    EpochSampler,
+    SeededSamples,
+    clone,
+    is_distributed,
+    unpartition,
+    with_dataset,
+    without_states,
+)
 from raysgd.torch.input.orders import (
     EpochOrder,
-    EpochSampler,
     Order,
-    SeededSamples,
     makes_own_batches,
     parts_of,
     pick_keys,
@@ -52,7 +56,6 @@ from raysgd.torch.input.orders import (
     seed_all,
 )
 from raysgd.torch.input.stream_loading import StreamSource, has_samples, keeps_samples, known_length
-from raysgd.torch.input.stream_reading import clone, with_dataset
 
 _MISSING = object()
 
@@ -345,9 +348,9 @@ def wrap_loader(
         loader = DataLoader(loader, loader.batch_size, collate_fn=collate_samples)  # type: ignore[arg-type]
     loader = without_states(loader)
     may_partition = partitions and declared_replica(loader) is None
-    whole = _unpartition(loader) if isinstance(loader, DataLoader) else loader
+    whole = unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_not_partitioned(whole)
-    if (may_partition or _is_distributed(whole)) and not why:
+    if (may_partition or is_distributed(whole)) and not why:
         return PartitionedLoader(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
     if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
@@ -370,45 +373,6 @@ def _content_of(dataset: Any) -> str:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
-
-
-def without_states(loader: Any) -> Any:
-    """Return a DataLoader in place of torchdata's, whose samplers count the epochs of a process."""
-    if type(loader).__module__ != "torchdata.stateful_dataloader.stateful_dataloader":
-        return loader
-    sampler, batches = loader.sampler, loader.batch_sampler
-    has_own = type(batches).__module__.startswith("torchdata.")
-    if has_own:
-        sampler = batches.sampler
-    is_divided = isinstance(sampler, DistributedSampler)  # user code may call its set_epoch
-    if type(sampler).__module__.startswith("torchdata.") and not is_divided:
-        sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
-    if has_own:
-        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    return clone(loader, __class__=DataLoader, sampler=sampler, batch_sampler=batches)
-
-
-def _unpartition(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of all samples, with a DistributedSampler of one replica at most."""
-    batches = loader.batch_sampler
-    if type(batches) is BatchSampler and loader.batch_size is None:
-        size, drop_last = batches.batch_size, batches.drop_last
-        loader = clone(loader, sampler=batches.sampler, batch_size=size, drop_last=drop_last)
-    if _is_distributed(loader):
-        sampler: Any = loader.sampler
-        undivided = copy.copy(sampler)
-        DistributedSampler.__init__(undivided, sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
-        loader = clone(loader, sampler=undivided)
-    return loader
-
-
-def _is_distributed(loader: Any) -> bool:
-    sampler = getattr(loader, "sampler", None)
-    return (
-        isinstance(loader, DataLoader)
-        and isinstance(sampler, DistributedSampler)
-        and type(sampler).__init__ is DistributedSampler.__init__
-    )
 
 
 def why_not_partitioned(loader: Any) -> str:

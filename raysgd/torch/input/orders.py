@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -269,28 +268,3 @@ class EpochOrder:
             src = collectives.all_reduce_min(rank if was_drawn else size)[0] % size
             self._set(epoch, collectives.broadcast(lambda: self.draw(epoch), src))
         self._have_agreed = True
-
-
-class EpochSampler:
-    """A sampler whose keys are set before each epoch, for a loader that lasts several epochs."""
-
-    keys: Iterable[Any] = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys)
-
-
-class SeededSamples(Dataset[Any]):
-    """A data set whose random numbers follow from the seed, the epoch, and the position in it.
-
-    Its indices are pairs of these seeds and the index, because loader processes have copies of this
-    object.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, key: tuple[tuple[int, ...], Any]) -> Any:
-        seeds, index = key
-        seed_all(hash(seeds))
-        return self.dataset[index]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib.metadata
 import io
 import itertools
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from raysgd.data.source import once
 from raysgd.data.stream import NumberedSamples
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
+from raysgd.torch.input.loader_copies import clone, with_dataset
 from raysgd.torch.input.orders import seeding
 
 _END = "end"
@@ -215,22 +215,6 @@ def _has_buffer(examples: Any) -> bool:
     return "BufferShuffled" in name or any(_has_buffer(i) for i in inner if i is not None)
 
 
-def clone(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
-    """Return a copy of a loader of the same type with other settings and no worker processes."""
-    cloned = copy.copy(loader)
-    for name, value in settings.items():
-        object.__setattr__(cloned, name, value)  # bypass the guards of DataLoader
-    cloned._iterator = None
-    cloned.in_order = True  # a position needs the order
-    return cloned
-
-
-def with_dataset(loader: DataLoader[Any], wrapper: Any) -> DataLoader[Any]:
-    """Return a copy of a loader that reads `wrapper`, whose attribute ``dataset`` is the user's."""
-    init = functools.partial(_init_worker, loader.worker_init_fn)
-    return clone(loader, dataset=wrapper, worker_init_fn=init)
-
-
 def in_processes(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoader[Any]:
     """Return a copy of a loader whose processes read `chunks`."""
     return clone(
@@ -247,14 +231,6 @@ def in_processes(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoad
 
 def _identity(item: Any) -> Any:
     return item
-
-
-def _init_worker(user_function: Callable[[int], None] | None, process: int) -> None:
-    info: Any = get_worker_info()
-    # User code expects its own data set.
-    object.__setattr__(info, "dataset", info.dataset.dataset)
-    if user_function is not None:
-        user_function(process)
 
 
 # ---- samples

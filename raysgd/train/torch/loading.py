@@ -21,9 +21,9 @@ from raysgd.data.partition import StepLayout
 from raysgd.data.source import BatchSource, declared_replica, once
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
-from raysgd.torch.input.loading import why_not_partitioned, without_states, wrap_loader
+from raysgd.torch.input.loader_copies import clone, without_states
+from raysgd.torch.input.loading import why_not_partitioned, wrap_loader
 from raysgd.torch.input.orders import is_plain_shuffle, makes_own_batches
-from raysgd.torch.input.stream_reading import clone
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from raysgd.data.partition import StepLayout
 from raysgd.data.source import BatchSource
 from raysgd.errors import CheckpointError
 from raysgd.torch.input import orders
-from raysgd.torch.input.loading import without_states, wrap_loader
+from raysgd.torch.input.loader_copies import without_states
+from raysgd.torch.input.loading import wrap_loader
 from tests.conftest import wait_until
 from tests.ledger import Ids
 from tests.operators import Streamed

@@ -15,9 +15,8 @@ from raysgd.data.partition import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
+from raysgd.torch.input.loader_copies import SeededSamples, with_dataset
 from raysgd.torch.input.loading import PartitionedLoader
-from raysgd.torch.input.orders import SeededSamples
-from raysgd.torch.input.stream_reading import with_dataset
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import assert_names
