@@ -109,8 +109,7 @@ class Records(ABC):
             if storage_options and not is_remote(fs):
                 name = next(iter(storage_options))
                 raise unknown_argument(type(self).__name__, name, ["cache_dir"])
-            names = _matches(fs, pattern)
-            if not names:
+            if not (names := _matches(fs, pattern)):
                 raise FileNotFoundError(f"No file matches {path!r}.")
             for name in names:
                 if (other := found.setdefault(name, path)) != path:  # equal paths are meant

@@ -224,8 +224,7 @@ class DataSources(ABC):
         return {name: f"{s.describe()}: {s.who_reads}" for name, s in self._sources.items()}
 
     def own_seeds(self) -> dict[str, int]:
-        seeds = {name: source.own_seed for name, source in self._sources.items()}
-        return {name: seed for name, seed in seeds.items() if seed is not None}
+        return {name: s.own_seed for name, s in self._sources.items() if s.own_seed is not None}
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int]) -> None:
         self._seed = seed

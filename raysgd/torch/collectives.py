@@ -39,17 +39,15 @@ class TorchCollectives(Collectives):
 
     def minima_of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the minimum of all ranks for each element of a vector, which this may change."""
-        hvd = _horovod()
-        if hvd is not None:
+        if (hvd := _horovod()) is not None:
             gathered: torch.Tensor = hvd.allgather(values, name="raysgd.minimum")
             return gathered.view(-1, len(values)).amin(0)
         dist.all_reduce(values, op=dist.ReduceOp.MIN)
         return values
 
     def all_reduce_sum(self, value: float) -> float:
-        hvd = _horovod()
         tensor = torch.tensor([value], dtype=torch.float64, device=self._device)
-        if hvd is not None:
+        if (hvd := _horovod()) is not None:
             return float(hvd.allgather(tensor, name="raysgd.total").sum())
         dist.all_reduce(tensor)
         return float(tensor.item())

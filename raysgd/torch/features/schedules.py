@@ -22,11 +22,8 @@ class Schedules(UpdateFeature):
 
     def step(self) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
-        update = self._registered.update
-        is_skipped = (
-            update.optimizer_steps.are_skipped
-            and self._registered.options.scheduler_step_freq == "batch"
-        )
+        update, frequency = self._registered.update, self._registered.options.scheduler_step_freq
+        is_skipped = update.optimizer_steps.are_skipped and frequency == "batch"
         if is_skipped or not update.micro_batch.ends_step:
             return
         if update.in_last_micro_batch:

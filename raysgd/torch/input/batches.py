@@ -166,8 +166,7 @@ def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
 
 def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
     if batch.target is None or getattr(operator, "criterion", None) is None:
-        own = _own_loss(output)
-        if own is not None:
+        if (own := _own_loss(output)) is not None:
             return own
         if batch.target is None:
             raise TypeError(

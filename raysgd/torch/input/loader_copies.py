@@ -41,10 +41,9 @@ def without_states(loader: Any) -> Any:
     """Return a DataLoader in place of torchdata's, whose samplers count the epochs of a process."""
     if type(loader).__module__ != "torchdata.stateful_dataloader.stateful_dataloader":
         return loader
-    sampler, batches = loader.sampler, loader.batch_sampler
+    batches = loader.batch_sampler
     has_own = type(batches).__module__.startswith("torchdata.")
-    if has_own:
-        sampler = batches.sampler
+    sampler = batches.sampler if has_own else loader.sampler
     is_divided = isinstance(sampler, DistributedSampler)  # user code may call its set_epoch
     if type(sampler).__module__.startswith("torchdata.") and not is_divided:
         sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)

@@ -252,8 +252,7 @@ class EpochOrder:
             self._have_agreed = True  # also for workers that join later with new samplers
             return
         was_drawn = self.is_drawn(epoch)
-        digest = self.digest(epoch)
-        if digest is None:
+        if (digest := self.digest(epoch)) is None:
             return
         if not collectives.all_ranks_equal(digest):
             if not collectives.any_rank(self._have_agreed):
