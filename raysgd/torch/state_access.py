@@ -17,19 +17,17 @@ from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import StateAccess
 from raysgd.torch.digests import fingerprint
 from raysgd.torch.features.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
-from raysgd.torch.strategies.replicated_model import plain, require_gradients, required_gradients
-from raysgd.torch.strategies.shards import gather_state
-from raysgd.torch.tensors import (
-    copy_to_cpu,
+from raysgd.torch.object_states import (
     load_optimizer,
     load_scheduler,
     optimizer_state,
-    parameters_of,
     reuse_memory,
     scheduler_state,
     state_problem,
-    version_of,
 )
+from raysgd.torch.strategies.replicated_model import plain, require_gradients, required_gradients
+from raysgd.torch.strategies.shards import gather_state
+from raysgd.torch.tensors import copy_to_cpu, parameters_of, version_of
 from raysgd.torch.train_state import TorchTrainState
 
 

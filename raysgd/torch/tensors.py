@@ -1,28 +1,21 @@
-"""Copies of tensors and models, and checks whether a saved state fits."""
+"""Copies of tensors and models, and operations on many tensors."""
 
 from __future__ import annotations
 
 import copy
 import copyreg
-import functools
-import inspect
 import itertools
-import math
 import operator
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import optim
 from torch.autograd import Variable
 from torch.nn.utils import parametrize
-from torch.optim import lr_scheduler
 
-from raysgd._internal.arguments import is_number
 from raysgd._internal.nested import named_values, try_copy
-from raysgd.cluster.large_values import Incoming
-from raysgd.comm.mesh import as_bytes
 from raysgd.loop.differences import cpu_model
 
 ELEMENTWISE = (
@@ -39,8 +32,6 @@ ELEMENTWISE = (
     optim.Rprop,
 )
 """Optimizers that update each element independently of the others."""
-_INNER = "raysgd_inner"
-"""Entry of an optimizer's state: states of the optimizers in it, by number."""
 
 
 def copy_leaf(leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
@@ -58,7 +49,7 @@ def copy_leaf(leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """Return a CPU copy that can be pickled, without a temporary copy on the model's device."""
-    kept = _tensors_in([vars(module) for module in model.modules()], set())
+    kept = nested_tensors([vars(module) for module in model.modules()], set())
     tensors = itertools.chain(model.parameters(), model.buffers(), kept)
     memo = {id(tensor): _cpu_copy(tensor) for tensor in tensors}
     try:
@@ -74,7 +65,7 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def _tensors_in(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def nested_tensors(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     """Iterate over tensors in dicts, lists, and tuples, each once. Forward passes may keep tensors.
 
     Other containers may read a file, lack values, or have many paths to each object.
@@ -84,7 +75,7 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     elif isinstance(tree, dict | list | tuple) and id(tree) not in seen:
         seen.add(id(tree))
         for each in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors_in(each, seen)
+            yield from nested_tensors(each, seen)
 
 
 def _reduce(module: Any) -> tuple[Any, ...]:
@@ -120,275 +111,6 @@ def leaves_in(tree: Any) -> Iterator[Any]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
-
-
-# ---- loading
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of an optimizer, and of the optimizers in it if its own state lacks them."""
-    state = dict(optimizer.state_dict())
-    if inner := list(map(optimizer_state, inner_optimizers(optimizer))):
-        known = set(map(id, _tensors_in(state, set())))
-        state[_INNER] = {
-            number: each
-            for number, each in enumerate(inner)
-            if not known.issuperset(map(id, _tensors_in(each, set()))) or not each.get("state")
-        }
-    return state
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], is_exact: bool
-) -> None:
-    """Load an `optimizer_state`. ``load_state_dict`` casts tensors to the parameters' dtypes.
-
-    If it `is_exact`, tensors keep their dtypes.
-    """
-    if "param_groups" in state and (problem := _groups_problem(optimizer, state)):
-        raise ValueError(problem)
-    inner = inner_optimizers(optimizer)
-    shared: list[tuple[Any, Any, Any]]
-    shared = [(each, each.param_groups, each.state) for each in (optimizer, *inner)]
-    optimizer.load_state_dict({key: state[key] for key in state if key != _INNER})
-    for number, of_inner in state.get(_INNER, {}).items():
-        load_optimizer(inner[number], of_inner, is_exact)
-    for each, groups, entries in shared:  # keep the objects, which a wrapper may share
-        for own, loaded in (*zip(groups, each.param_groups, strict=False), (entries, each.state)):
-            if own is not loaded:
-                own.clear()
-                own.update(loaded)
-        if "param_groups" in vars(each):  # otherwise, they are properties
-            each.param_groups, each.state = groups, entries
-    entries = state.get("state", {})  # a wrapper may have another format
-    for own, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
-        for parameter, key in zip(own["params"], saved["params"], strict=True):
-            if is_exact and parameter in optimizer.state and key in entries:
-                loaded = optimizer.state[parameter]
-                optimizer.state[parameter] = _in_dtypes_of(entries[key], loaded)
-
-
-def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
-    """Return the loaded value, with tensors in the dtypes of the saved value."""
-    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
-    if isinstance(loaded, dict) and isinstance(saved, Mapping):
-        for key in loaded.keys() & saved.keys():
-            loaded[key] = _in_dtypes_of(saved[key], loaded[key])
-    elif type(loaded) in (list, tuple) and isinstance(saved, list | tuple):
-        return type(loaded)(map(_in_dtypes_of, saved, loaded))
-    return loaded
-
-
-def scheduler_state(scheduler: Any) -> Any:
-    """Return the state of a scheduler, with states in place of the schedulers in it."""
-    state = scheduler.state_dict()
-    inner = {name: list(map(scheduler_state, own)) for name, own in _inner_schedulers(state)}
-    return {**state, **inner} if inner else state
-
-
-def load_scheduler(scheduler: Any, state: Any) -> None:
-    """Load a `scheduler_state`. The schedulers in it stay the same, and keep their optimizer."""
-    own_state = scheduler.state_dict()
-    for name, inner in _inner_schedulers(own_state):
-        for each, saved in zip(inner, state[name], strict=True):
-            load_scheduler(each, saved)
-        state = {**state, name: own_state[name]}
-    scheduler.load_state_dict(state)
-
-
-def _inner_schedulers(state: Any) -> list[tuple[str, list[Any]]]:
-    """Return the schedulers by the names of the entries that hold one, or a list of them."""
-    entries = [(n, x if isinstance(x, list) else [x]) for n, x in getattr(state, "items", tuple)()]
-    return [(n, xs) for n, xs in entries if xs and all(hasattr(x, "optimizer") for x in xs)]
-
-
-def reuse_memory(state: Any, own: Any, incoming: Incoming) -> Any:
-    """Return `state` with own tensors for incoming ones of the same shape, dtype, and device."""
-    addresses = incoming.addresses
-    adopted: dict[int, torch.Tensor] = {}  # by the address of the other tensor
-
-    def walk(state: Any, own: Any) -> Any:
-        if isinstance(state, dict) and isinstance(own, Mapping):
-            changed = copy.copy(state)
-            changed |= {key: walk(state[key], own[key]) for key in state if key in own}
-            return changed
-        if isinstance(state, list) and isinstance(own, list) and len(state) == len(own):
-            return list(map(walk, state, own))
-        if not isinstance(state, torch.Tensor) or state.data_ptr() not in addresses:
-            return state
-        return adopted.setdefault(state.data_ptr(), own) if _can_receive(state, own) else state
-
-    result = walk(state, own)
-    incoming.targets = {at: as_bytes(tensor).numpy() for at, tensor in adopted.items()}
-    return result
-
-
-def _can_receive(tensor: torch.Tensor, own: Any) -> bool:
-    return (
-        isinstance(own, torch.Tensor)
-        and own.layout is torch.strided
-        and own.is_contiguous()
-        and not (own.is_conj() or own.is_neg())
-        and (own.shape, own.dtype, own.device) == (tensor.shape, tensor.dtype, tensor.device)
-    )
-
-
-# ---- checks before anything changes
-
-
-def state_problem(registered: Any, state: Mapping[str, Any]) -> str:
-    """Return why an object cannot load a state. Return "" if no reason is known.
-
-    Optimizers and schedulers of PyTorch load a wrong state, and fail in the next step.
-    """
-    if isinstance(registered, torch.nn.Module):
-        own = tuple(name and f"{name}." for name, m in registered.named_modules() if _converts(m))
-        states = (registered.state_dict(), state)
-        return model_problem(*({k: s[k] for k in s if not k.startswith(own)} for s in states))
-    if isinstance(registered, torch.optim.Optimizer):
-        try:
-            return _optimizer_problem(registered, state)
-        except (AttributeError, KeyError, TypeError):
-            return "it is not the state of an optimizer"
-    return _scheduler_problem(registered, state)
-
-
-def _converts(module: torch.nn.Module) -> bool:
-    """Return whether a module loads states of other shapes and names, such as an observer."""
-    is_plain = type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
-    return not is_plain or bool(module._load_state_dict_pre_hooks)
-
-
-def model_problem(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return why named tensors cannot be loaded, or an empty string."""
-    missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
-    if missing or unknown:
-        return _describe_difference("it", missing, unknown)
-    for key, value in own.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        if not is_like(state[key], value):
-            return f"its {key} is not a {str(value.layout).removeprefix('torch.')} tensor"
-        if state[key].shape != value.shape:
-            return f"its {key} has shape {tuple(state[key].shape)}, not {tuple(value.shape)}"
-    return ""
-
-
-def is_like(saved: Any, value: torch.Tensor) -> bool:
-    """Return whether `saved` is a tensor that can be copied to `value` if their shapes agree."""
-    return (
-        isinstance(saved, torch.Tensor)
-        and saved.layout == value.layout
-        and not saved.is_meta
-        and not saved.is_quantized
-    )
-
-
-def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
-    usual = {"state", "param_groups"}
-    if not (usual <= state.keys() or usual <= (whole := optimizer.state_dict()).keys()):
-        missing, unknown = (
-            one.keys() - other.keys() - {_INNER} for one, other in ((whole, state), (state, whole))
-        )
-        return _describe_difference("it", missing, unknown) if missing or unknown else ""
-    groups, _ = state["param_groups"], state["state"].items()
-    if problem := _groups_problem(optimizer, state):
-        return problem
-    if type(optimizer) in ELEMENTWISE and (problem := _entries_problem(optimizer, state)):
-        return problem
-    # Releases of PyTorch add and remove flags.
-    defaults = getattr(optimizer, "defaults", {}).items()
-    options = {name for name, value in defaults if not isinstance(value, bool | None)}
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        # Accept missing options if no option is unknown, because wrappers such as Lookahead fill in
-        # their options.
-        missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
-        if (missing and unknown) or "lr" in missing:
-            return _describe_difference("a group", missing, unknown)
-        if problem := _number_problem({name: own[name] for name in own.keys() & options}, group):
-            return f"in a group, {problem}"
-    return ""
-
-
-def _groups_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
-    sizes = [len(group["params"]) for group in state["param_groups"]]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes == expected:
-        return ""
-    return (
-        f"its groups have {sizes} parameters, not {expected}. Create all groups in setup, also "
-        "those that train later: freeze their parameters until then"
-    )
-
-
-def _entries_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
-    """Return which entry of a parameter is missing or has another shape, or an empty string."""
-    for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        entries = [state["state"].get(number) or {} for number in group["params"]]
-        names = set().union(*entries)
-        for parameter, number, saved in zip(own["params"], group["params"], entries, strict=True):
-            if saved and (missing := names - saved.keys()):
-                return _describe_difference(f"the state of parameter {number}", missing, set())
-            for name, value in saved.items():
-                shape, expected = tuple(getattr(value, "shape", ())), tuple(parameter.shape)
-                if math.prod(shape) > 1 and shape != expected:
-                    return f"{name} of parameter {number} has shape {shape}, not {expected}"
-    return ""
-
-
-def _scheduler_problem(scheduler: Any, state: Any) -> str:
-    if type(scheduler).__module__ != lr_scheduler.__name__:
-        return ""
-    if not isinstance(state, Mapping):
-        return f"it is a {type(state).__name__}, not a dict"
-    if problem := _number_problem(vars(scheduler), state):
-        return problem
-    # Releases of PyTorch and user code add and remove other attributes.
-    others = _scheduler_arguments() & (state.keys() - vars(scheduler).keys())
-    if unknown := {name for name in others if _is_number(state[name])}:
-        return _describe_difference("it", set(), unknown)
-    inner, saved = getattr(scheduler, "_schedulers", []), state.get("_schedulers", [])
-    if not isinstance(saved, list | tuple) or len(saved) != len(inner):
-        return f"it does not have {len(inner)} inner schedulers"
-    return next(filter(None, map(_scheduler_problem, inner, saved)), "")
-
-
-@functools.cache
-def _scheduler_arguments() -> set[str]:
-    kinds = lr_scheduler.LRScheduler.__subclasses__()
-    of_pytorch = (kind for kind in kinds if kind.__module__ == lr_scheduler.__name__)
-    return {name for kind in of_pytorch for name in inspect.signature(kind).parameters}
-
-
-def _number_problem(registered: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return which number or list of numbers does not fit, or an empty string."""
-    for name in sorted(registered.keys() & state.keys()):
-        own, saved = registered[name], state[name]
-        if not _fits(own, saved):
-            return f"its {name!r} is {saved!r}, but the registered {name!r} is {own!r}"
-    return ""
-
-
-def _fits(own: Any, saved: Any) -> bool:
-    if isinstance(own, Counter):  # the milestones of MultiStepLR
-        return isinstance(saved, Mapping) and all(map(_is_number, saved))
-    if isinstance(own, list | tuple) and all(map(_is_number, own)):
-        return isinstance(saved, list | tuple) and list(map(_is_number, saved)) == [True] * len(own)
-    return _is_number(saved) or not _is_number(own)
-
-
-def _is_number(value: Any) -> bool:
-    return is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-def _describe_difference(what: str, missing: set[Any], unknown: set[Any]) -> str:
-    differences = [
-        f"{verb} {', '.join(sorted(map(str, keys))[:3])}"
-        for verb, keys in (("lacks", missing), ("has unknown", unknown))
-        if keys
-    ]
-    return f"{what} {', and '.join(differences)}"
 
 
 # ---- helpers that PyTorch offers only under private names
@@ -479,3 +201,13 @@ def kind_of(device: torch.device) -> str:
     else:
         name = f"{cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
     return f"{name} with PyTorch {torch.__version__} and {torch.get_num_threads()} threads"
+
+
+def is_like(saved: Any, value: torch.Tensor) -> bool:
+    """Return whether `saved` is a tensor that can be copied to `value` if their shapes agree."""
+    return (
+        isinstance(saved, torch.Tensor)
+        and saved.layout == value.layout
+        and not saved.is_meta
+        and not saved.is_quantized
+    )

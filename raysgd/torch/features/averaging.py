@@ -15,10 +15,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
+from raysgd.torch.object_states import model_problem
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.replicated_model import plain
-from raysgd.torch.tensors import copy_all, model_problem, parameters_of
+from raysgd.torch.tensors import copy_all, parameters_of
 
 
 class WeightAveraging(UpdateFeature):

@@ -8,9 +8,9 @@ from typing import Any
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.step_checks import StepChecks
+from raysgd.torch.object_states import load_scheduler, scheduler_state
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.tensors import load_scheduler, scheduler_state
 
 
 class Schedules(UpdateFeature):

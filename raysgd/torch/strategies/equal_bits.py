@@ -39,19 +39,12 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.update import MicroBatchMetrics, Update
 from raysgd.metrics import on_cpu
 from raysgd.torch.input.orders import seed_all
+from raysgd.torch.object_states import load_scheduler, scheduler_state
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.replicated_exchange import GroupExchange, broadcast_models
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
-from raysgd.torch.tensors import (
-    copy_leaf,
-    kind_of,
-    load_scheduler,
-    multiply_all,
-    parameters_of,
-    scheduler_state,
-    version_of,
-)
+from raysgd.torch.tensors import copy_leaf, kind_of, multiply_all, parameters_of, version_of
 
 _KEY = "num_shards"
 _MODE = 'exact="bits"'

@@ -12,7 +12,7 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.update import Update
-from raysgd.torch import tensors
+from raysgd.torch import object_states, tensors
 from raysgd.torch.strategies.replicated_exchange import GroupExchange, broadcast_models
 
 
@@ -41,11 +41,11 @@ class HorovodExchange(GroupExchange):
         broadcast_models(self._registered)
         broadcast = self._registered.collectives.broadcast
         for optimizer in self._registered.optimizers:
-            state = broadcast(partial(tensors.optimizer_state, optimizer), 0)
-            tensors.load_optimizer(optimizer, state, is_exact=True)
+            state = broadcast(partial(object_states.optimizer_state, optimizer), 0)
+            object_states.load_optimizer(optimizer, state, is_exact=True)
         for scheduler in self._registered.schedulers:
-            state = broadcast(partial(tensors.scheduler_state, scheduler), 0)
-            tensors.load_scheduler(scheduler, state)
+            state = broadcast(partial(object_states.scheduler_state, scheduler), 0)
+            object_states.load_scheduler(scheduler, state)
 
     def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""
