@@ -127,7 +127,7 @@ class ShardLayout:
         others = [index for index in range(len(parameters)) if index not in updated]
         self._parts = sorted(updated), others
         self._copies, self._by_rows = copies, by_rows
-        self.rank = 0
+        self.rank = self.size = 0
         self.shards: list[Shard] = []
 
     def shard(self, number: int, size: int) -> Shard:
@@ -151,12 +151,8 @@ class ShardLayout:
         """Compute the shards for the current group."""
         # A worker that loads a snapshot before it enters a group has no process group.
         is_in_group = dist.is_initialized()
-        self.rank, size = (dist.get_rank(), dist.get_world_size()) if is_in_group else (0, 1)
-        self.shards = [self.shard(number, size) for number in range(size)]
-
-    @property
-    def size(self) -> int:
-        return len(self.shards)
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if is_in_group else (0, 1)
+        self.shards = [self.shard(number, self.size) for number in range(self.size)]
 
     def num_copies(self, size: int) -> int:
         return min(int(size >= 3) if self._copies is None else self._copies, size - 1)
