@@ -73,8 +73,8 @@ class TrainState(ABC):
         self.features: list[UpdateFeature] = []
         self.features_with: dict[str, list[UpdateFeature]] = {hook: [] for hook in UPDATE_HOOKS}
         """The features that override a hook of an update, by the name of the hook."""
-        self.modes: list[tuple[Any, bool]] = []
-        """Modules with their modes before the first evaluation since training."""
+        self.modes_before: list[tuple[Any, bool]] = []
+        """Modules with their train or eval modes before the first evaluation since training."""
 
     context: WorkerContext = forward_to("settings.context", "Rank and resources of this worker.")
     epoch: int = forward_to("position.epoch")
@@ -209,9 +209,9 @@ class TrainState(ABC):
 
     def resume_modes(self) -> None:
         """Set the train or eval modes that the models had before an evaluation."""
-        for module, training in self.modes:
+        for module, training in self.modes_before:
             module.training = training
-        self.modes = []
+        self.modes_before = []
 
     @contextlib.contextmanager
     def restoring_state(self, operator: Any) -> Iterator[None]:

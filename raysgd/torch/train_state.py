@@ -53,7 +53,7 @@ class TorchTrainState(TrainState):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.modes = self.modes or [(module, module.training) for module in self.modules()]
+        self.modes_before = self.modes_before or [(m, m.training) for m in self.modules()]
         with super().evaluating():
             yield
 
