@@ -38,9 +38,9 @@ class CallBudget:
     """Whether the call loads another state, so that a restart needs no snapshot."""
     num_failures: int = 0
     num_early_failures: int = 0
-    """Failures before the call reached the workers. They do not count as retries."""
+    """Failures before the call began. They do not count as retries."""
     has_begun: bool = False
-    """Whether the call has reached the workers, so that later losses count as retries."""
+    """Whether the first attempt that is no replay has begun. All later losses count as retries."""
 
 
 # ---- states
@@ -194,8 +194,6 @@ class RemoveLost:
 class RunCall:
     """Send the call to the workers, and wait for its end."""
 
-    sets_goal: bool
-    """Whether to set the goal of the call: in the first attempt, and if callbacks save soon."""
     is_replay: bool
     """Whether to run the call that repeats steps lost with all workers."""
 
@@ -291,10 +289,8 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
             return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
         return Starting(budget), (Do.RESTART,)
     save = [Do.RESCUE_STATE] if event.must_save else []
-    sets_goal = not event.must_replay and (event.must_save or not budget.has_begun)
-    has_begun = sets_goal or (budget.has_begun and not event.must_save)
-    running = Running(replace(budget, has_begun=has_begun))
-    return running, (*save, RunCall(sets_goal=sets_goal, is_replay=event.must_replay))
+    running = Running(replace(budget, has_begun=budget.has_begun or not event.must_replay))
+    return running, (*save, RunCall(is_replay=event.must_replay))
 
 
 def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Next:

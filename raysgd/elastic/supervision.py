@@ -51,6 +51,8 @@ class Supervision:
         """The newest attempt, or None before the first worker receives the call."""
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
+        self._needs_goal = True
+        """Whether to set the goal of the call: in the first attempt, and if callbacks save."""
         self._callbacks_save = False
         """Whether callbacks save as soon as possible, because workers will be preempted."""
 
@@ -80,14 +82,14 @@ class Supervision:
             self._commands.pause_at(None)
         call, preemption = self._components.call, self._components.preemption
         if preemption.must_save and call.can_pause:
-            preemption.must_save, self._callbacks_save = False, True
+            preemption.must_save, self._callbacks_save, self._needs_goal = False, True, True
         if action.is_replay:
             assert self._replay is not None
             call = self._replay
-        elif action.sets_goal and call.set_goal is not None:
+        elif self._needs_goal and call.set_goal is not None:
             newest = newest_progress([self._status.progress, self.progress_before])
             call.request = call.set_goal(newest.position, self._callbacks_save)
-            self._callbacks_save = False
+            self._callbacks_save = self._needs_goal = False
         everyone, rank = self._group.members, call.rank
         members = list(everyone) if rank is None else [everyone[rank]]
         with contextlib.ExitStack() as stack:

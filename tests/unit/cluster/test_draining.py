@@ -1,5 +1,6 @@
 """Preemption notices for workers and nodes, on a simulated cluster and clock."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -127,12 +128,10 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
 
     def set_goal(position, must_save):
         begun.append((position.global_step, must_save, snapshots.load()))
-        return request
+        return TrainRequest(call_number=0, until_step=100)
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
-    request = TrainRequest(call_number=0, until_step=100)
-    call = Call(request=request, has_batches=True, can_pause=True, set_goal=set_goal)
-    controller.run(call)
+    train(controller, 100, set_goal=set_goal)
     assert kinds(controller) == ["draining"]
     ((_, _, _), (step, immediately, state), *_) = begun
     assert immediately
@@ -148,6 +147,22 @@ def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     train(controller, 50, set_goal=lambda position, saves: saved.append(saves) or request)
     assert kinds(controller)[0] == "draining"
     assert any(saved) == saves
+
+
+def test_a_save_while_lost_steps_run_again_sets_the_goal_after_them(start):
+    world, controller = start(room=2, num_workers=2, min_workers=2)
+    train(controller, 25)
+    world.at_step(27, lambda: [world.lose(rank) for rank in (1, 0)])
+    goals, request = [], TrainRequest(call_number=0, until_step=50)
+    earlier = Call(request=replace(request, until_step=25), has_batches=True, can_pause=True)
+    train(
+        controller,
+        50,
+        max_failures=1,
+        replay=lambda _: controller.drain("node0", None, 60.0) or earlier,
+        set_goal=lambda position, saves: goals.append((position.global_step, saves)) or request,
+    )
+    assert goals == [(25, False), (25, True)]
 
 
 def watch_of(left_s, **sizes):

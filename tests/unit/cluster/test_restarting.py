@@ -10,8 +10,7 @@ from tests.unit.cluster.test_elasticity import kinds, run_until
 
 @pytest.fixture
 def world():
-    made = World(room=4)
-    return made
+    return World(room=4)
 
 
 def test_loss_restarts_all_with_the_state_of_a_survivor(world):

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -154,18 +155,14 @@ def test_a_call_runs_only_on_a_group_that_is_ready(steps):
         assert not runs or isinstance(after, Running)
 
 
-@given(lives())
-def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
-    has_begun = False
-    for _, event, after, actions in steps:
-        if isinstance(event, state_machine.CallRequested | state_machine.StartRequested):
-            has_begun = False
-        for action in actions:
-            if key(action) is state_machine.RunCall:
-                has_begun = has_begun and not event.must_save
-                assert action.sets_goal == (not has_begun and not action.is_replay)
-                has_begun = has_begun or action.sets_goal
-        assert after.budget.has_begun == has_begun
+def test_a_loss_in_a_replay_is_a_retry_if_the_call_has_begun_also_after_a_save():
+    event = state_machine.Surveyed(num_workers=2, must_save=True, must_replay=True)
+    for has_begun in (True, False):
+        ready = Ready(replace(BUDGETS[1], has_begun=has_begun))
+        running, _ = state_machine.transition(ready, event, POLICIES[0])
+        lost = state_machine.WorkersLost(lost=LOST)
+        budget = state_machine.transition(running, lost, POLICIES[0])[0].budget
+        assert (budget.num_failures, budget.num_early_failures) == (has_begun, not has_begun)
 
 
 def test_the_third_failure_to_form_a_live_group_is_an_error():
