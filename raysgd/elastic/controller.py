@@ -257,7 +257,6 @@ class Controller:
             num_workers=len(self.members),
             num_joining=len(joining),
             num_leaving=len(leaving),
-            must_save=self._components.preemption.must_save and self._components.call.can_pause,
             must_replay=self._supervision.prepare_replay(),
         )
 

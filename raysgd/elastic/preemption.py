@@ -28,7 +28,10 @@ class PreemptionWatch:
     _step_s: float = 0.0
     _known_leaving: set[WorkerHandle] = field(default_factory=set)
     must_save: bool = False
-    """Whether to save soon: workers leave before any worker can replace them."""
+    """Whether to save soon: workers leave before any worker can replace them.
+
+    `Supervision` pauses the call, stores the state, and then sets a goal at which callbacks save.
+    """
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         members = list(self._group.members)

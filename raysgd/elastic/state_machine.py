@@ -99,8 +99,6 @@ class Surveyed(GroupEvent):
     num_workers: int
     num_joining: int = 0
     num_leaving: int = 0
-    must_save: bool = False
-    """Whether to save, because workers leave before others can replace them."""
     must_replay: bool = False
     """Whether to repeat steps that were lost with all workers."""
 
@@ -288,9 +286,8 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
         if event.num_leaving or policy.rescues_state:
             return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
         return Starting(budget), (Do.RESTART,)
-    save = [Do.RESCUE_STATE] if event.must_save else []
     running = Running(replace(budget, has_begun=budget.has_begun or not event.must_replay))
-    return running, (*save, RunCall(is_replay=event.must_replay))
+    return running, (RunCall(is_replay=event.must_replay),)
 
 
 def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Next:

@@ -77,12 +77,13 @@ class Supervision:
 
     def make_attempt(self, action: RunCall) -> GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
+        call, preemption = self._components.call, self._components.preemption
+        if preemption.must_save and call.can_pause:
+            self._status.update(self._components.snapshots.rescue(self._commands))
+            preemption.must_save, self._callbacks_save, self._needs_goal = False, True, True
         self.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
             self._commands.pause_at(None)
-        call, preemption = self._components.call, self._components.preemption
-        if preemption.must_save and call.can_pause:
-            preemption.must_save, self._callbacks_save, self._needs_goal = False, True, True
         if action.is_replay:
             assert self._replay is not None
             call = self._replay

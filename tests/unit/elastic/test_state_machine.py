@@ -36,7 +36,6 @@ surveyed = st.builds(
     num_workers=st.integers(0, 3),
     num_joining=st.integers(0, 2),
     num_leaving=st.integers(0, 1),
-    must_save=booleans,
     must_replay=booleans,
 )
 lost, formed = st.just(state_machine.WorkersLost(lost=LOST)), st.just(state_machine.GroupFormed())
@@ -77,7 +76,7 @@ SAMPLES = [
     ),
     *(state_machine.SnapshotChecked(can_restart=each) for each in (True, False)),
     *(state_machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
-    *(state_machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
+    state_machine.Surveyed(num_workers=2),
     *(state_machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
     *(state_machine.GroupFormed(), state_machine.WorkersLost(lost=LOST)),
     state_machine.StateLost(why="no shares"),
@@ -155,14 +154,14 @@ def test_a_call_runs_only_on_a_group_that_is_ready(steps):
         assert not runs or isinstance(after, Running)
 
 
-def test_a_loss_in_a_replay_is_a_retry_if_the_call_has_begun_also_after_a_save():
-    event = state_machine.Surveyed(num_workers=2, must_save=True, must_replay=True)
+def test_a_loss_in_a_replay_is_a_retry_if_the_call_has_begun():
+    replay = state_machine.Surveyed(num_workers=2, must_replay=True)
     for has_begun in (True, False):
-        ready = Ready(replace(BUDGETS[1], has_begun=has_begun))
-        running, _ = state_machine.transition(ready, event, POLICIES[0])
-        lost = state_machine.WorkersLost(lost=LOST)
-        budget = state_machine.transition(running, lost, POLICIES[0])[0].budget
-        assert (budget.num_failures, budget.num_early_failures) == (has_begun, not has_begun)
+        state = Ready(replace(BUDGETS[1], has_begun=has_begun))
+        for event in (replay, state_machine.WorkersLost(lost=LOST)):
+            state, _ = state_machine.transition(state, event, POLICIES[0])
+        num_counted = state.budget.num_failures, state.budget.num_early_failures
+        assert num_counted == (has_begun, not has_begun)
 
 
 def test_the_third_failure_to_form_a_live_group_is_an_error():
