@@ -16,7 +16,7 @@ from raysgd.cluster.serialization import pack, pack_as
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle
 from raysgd.elastic.attempt import Attempt, results_of
-from raysgd.elastic.group_status import GroupStatus, list_ranks
+from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.errors import WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Commands:
     """Sends requests to all members, and tracks which of them are busy."""
 
     _group: ActorGroup
-    _status: GroupStatus
+    _record: GroupRecord
     _check_open: Callable[[], None]
     _timeout_s: float
     _unfinished: dict[WorkerHandle, Future[Outcome]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Commands:
     @property
     def is_pausing(self) -> bool:
         """Whether the workers of this generation know the step at which they pause."""
-        return self._pausing_generation == self._status.generation
+        return self._pausing_generation == self._record.generation
 
     def ask_progress(self, acknowledged_step: int = -1) -> dict[WorkerHandle, Progress]:
         """Return the progress of the members that answer while they are busy.
@@ -73,7 +73,7 @@ class Commands:
 
     def pause_at(self, step: int | None) -> dict[WorkerHandle, int]:
         """Send all members the step at which to pause. Return the current steps of members."""
-        generation = self._status.generation
+        generation = self._record.generation
         self._pausing_generation = None if step is None else generation
         return self._call_control(self._group.members, Worker.pause_at, generation, step)
 
@@ -81,7 +81,7 @@ class Commands:
         """Make an attempt fail on all members, because each may wait for any other."""
         self._unfinished |= attempt.pending
         members = dict.fromkeys([*self._group.members, *attempt.members])
-        self._call_control(members, Worker.interrupt, self._status.generation)
+        self._call_control(members, Worker.interrupt, self._record.generation)
 
     def interrupt_failed(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
@@ -95,7 +95,7 @@ class Commands:
         """Interrupt the members, and send a request to those that are idle."""
         busy = self.busy  # they were interrupted before
         idle = [member for member in self._group.members if member not in busy]
-        self._call_control(idle, Worker.interrupt, self._status.generation)
+        self._call_control(idle, Worker.interrupt, self._record.generation)
         packed = pack_as(request.name, request)
         asked = {member: member.submit_work(Worker.handle, packed) for member in idle}
         attempt = Attempt(asked, self._group.clock)
@@ -136,7 +136,7 @@ class Commands:
                 logger.warning(
                     "Waiting up to %.0f s for workers %s, which are still busy with a failed call.",
                     patience_s - quiet_s,
-                    list_ranks(self._status.ranks, attempt.pending),
+                    list_ranks(self._record.ranks, attempt.pending),
                 )
                 attempt.collect_until(patience_s - quiet_s)
         finally:

@@ -78,7 +78,7 @@ class Controller:
         self._components = components = DriverComponents(
             group, backend, elastic, self.policy, arguments, timeout_s, self._check_open
         )
-        self.status, self.events = components.status, components.status.events
+        self.record, self.events = components.record, components.record.events
         self.snapshots, self.speed = components.snapshots, components.speed
         self._scale_up = components.scale_up
         self.forming = GroupForming(components)
@@ -125,7 +125,7 @@ class Controller:
                 has_reached = self._supervision.attempt is not None
                 self._react(state_machine.Aborted(reached_workers=has_reached))
                 if has_reached and isinstance(error, KeyboardInterrupt):
-                    self.status.interruption = "interrupted by Ctrl-C"
+                    self.record.interruption = "interrupted by Ctrl-C"
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
                 raise RuntimeError(_SHUT_DOWN) from error
             release_callers(error)
@@ -165,7 +165,7 @@ class Controller:
             event = following
 
     def _execute(self, action: state_machine.Action) -> GroupEvent | None:
-        components, forming, status = self._components, self.forming, self.status
+        components, forming, record = self._components, self.forming, self.record
         match action:
             case Do.SURVEY:
                 return self._survey()
@@ -174,26 +174,26 @@ class Controller:
             case Do.REJOIN:
                 return forming.rejoin()
             case Do.RESTART:
-                self._awaits_load, before = components.call.replaces_state, status.progress
+                self._awaits_load, before = components.call.replaces_state, record.progress
                 try:
                     return forming.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
-                    status.update(before)
+                    record.update(before)
                     raise
             case Do.RESCUE_STATE:
-                status.update(self.snapshots.rescue(components.commands))
+                record.update(self.snapshots.rescue(components.commands))
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
                 assert self._supervision.attempt is not None
                 components.commands.interrupt(self._supervision.attempt)
-                status.update(*components.commands.ask_progress().values())
+                record.update(*components.commands.ask_progress().values())
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):
                 for member, error in lost.items():
-                    rank, cause = status.ranks.get(member, -1), cause_of(member, error)
-                    status.record("lost", [member], cause=cause)
+                    rank, cause = record.ranks.get(member, -1), cause_of(member, error)
+                    record.add_event("lost", [member], cause=cause)
                     components.call.causes.append(f"worker {rank} on {member.name}: {cause}")
                     self._scale_up.expect_replacement(member)
                     self._group.discard(member)
@@ -208,8 +208,8 @@ class Controller:
                 if lost:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
-                    status.update(status.progress, self._supervision.progress_before)
-                raise status.make_error(components.call, why, *next(iter(lost.items()), ()))
+                    record.update(record.progress, self._supervision.progress_before)
+                raise record.make_error(components.call, why, *next(iter(lost.items()), ()))
         return None
 
     # ---- calls
@@ -227,7 +227,7 @@ class Controller:
         )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
-        before, end = self.status.progress, None
+        before, end = self.record.progress, None
         try:
             self._supervision.set_call(call)
             with self._aborting_on_error():
@@ -245,7 +245,7 @@ class Controller:
                 self._supervision.set_call(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
                     self._awaits_load = False
-                    self.status.update(before)
+                    self.record.update(before)
                     self._group.discard(*self.members)
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()
@@ -268,7 +268,7 @@ class Controller:
         if self.policy.keeps_snapshots or self._components.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
-        return bool(step == self.status.position.global_step)
+        return bool(step == self.record.position.global_step)
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.

@@ -12,7 +12,7 @@ from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic.call import Call
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.group_status import GroupStatus
+from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import ScaleUp
@@ -36,12 +36,12 @@ class DriverComponents:
     ) -> None:
         self.group, self.backend, self.config = group, backend, config
         self.policy, self.timeout_s, self.check_open = policy, timeout_s, check_open
-        self.status = status = GroupStatus(group, policy.survivors_stay)
-        self.commands = Commands(group, status, check_open, timeout_s)
+        self.record = record = GroupRecord(group, policy.survivors_stay)
+        self.commands = Commands(group, record, check_open, timeout_s)
         self.snapshots = SnapshotKeeper(group)
-        self.preemption = PreemptionWatch(group, status, policy.supports_live_join)
-        self.scale_up = ScaleUp(group, config, status, policy, create_arguments, timeout_s)
-        self.share_balancer = ShareBalancer(group, config, status)
+        self.preemption = PreemptionWatch(group, record, policy.supports_live_join)
+        self.scale_up = ScaleUp(group, config, record, policy, create_arguments, timeout_s)
+        self.share_balancer = ShareBalancer(group, config, record)
         self.speed = SpeedMonitor(group)
         self.call = Call()
         """The running call. Only `Supervision.set_call` sets it."""

@@ -18,7 +18,7 @@ from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRe
 from raysgd.elastic.commands import ANSWER_S
 from raysgd.elastic.driver_components import DriverComponents
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.group_status import list_ranks
+from raysgd.elastic.group_record import list_ranks
 from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, must_hand_over
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
@@ -39,7 +39,7 @@ class GroupForming:
     def __init__(self, components: DriverComponents) -> None:
         self._components = components
         self._group, self._clock = components.group, components.group.clock
-        self._status, self._commands = components.status, components.commands
+        self._record, self._commands = components.record, components.commands
         self._scale_up = components.scale_up
         self._backend = components.backend
         self.on_start: Callable[[], None] = lambda: None
@@ -61,7 +61,7 @@ class GroupForming:
             return event
         self._components.share_balancer.observe(answers)
         leader, staying = choose_leader({m: answers[m] for m in self._group.members}, leaving)
-        self._status.update(answers[leader])
+        self._record.update(answers[leader])
         # Without a snapshot, remote workers start again from `setup`.
         can_restart = self._components.snapshots.receive() or not self._group.options.is_inline
         can_restart = can_restart and not self._components.call.replaces_state
@@ -82,7 +82,7 @@ class GroupForming:
         began: float,
     ) -> state_machine.GroupEvent:
         departing = [member for member in self._group.members if member not in staying]
-        if must_hand_over(self._status.progress):
+        if must_hand_over(self._record.progress):
             for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
                 if (shards := outcome.unpack()) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
@@ -100,14 +100,14 @@ class GroupForming:
                 logger.warning("The workers could not form a process group: %s", error)
             return state_machine.FormingFailed(error=error)
         self._group.members[:] = entering
-        self._status.ranks = {member: rank for rank, member in enumerate(entering)}
+        self._record.ranks = {member: rank for rank, member in enumerate(entering)}
         self._scale_up.forget_joined(joining)
         seconds = self._clock.monotonic() - began
         self.collect_departing(departing)
         self._group.discard(*departing)
         cause = "; ".join(f"a worker has left {member.name}" for member in departing)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
-        self._status.record(kind, joining or entering, cause=cause, seconds=seconds)
+        self._record.add_event(kind, joining or entering, cause=cause, seconds=seconds)
         for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
             logger.warning("%s", warning)
         return state_machine.GroupFormed()
@@ -134,7 +134,7 @@ class GroupForming:
             pass  # the next attempt replaces the lost workers
         members = self._group.members
         if is_first:
-            self._status.record("started", members)
+            self._record.add_event("started", members)
             return state_machine.GroupFormed()
         has_grown = 0 < num_before < len(members)
         kind: EventKind = "grown" if has_grown else "restarted"
@@ -142,7 +142,7 @@ class GroupForming:
             kind = "moved"
         joining, seconds = members[num_before:], self._clock.monotonic() - began
         concerned = joining if has_grown else members
-        self._status.record(kind, concerned, cause=why, seconds=seconds)
+        self._record.add_event(kind, concerned, cause=why, seconds=seconds)
         return state_machine.GroupFormed()
 
     def await_workers(self, min_workers: int) -> None:
@@ -156,7 +156,7 @@ class GroupForming:
             self._scale_up.advance(starting)
             if starting and (error := self._scale_up.error) is not None:
                 if isinstance(error, WorkerLostError) and call.causes:
-                    raise self._status.make_error(call, str(error), cause=error)
+                    raise self._record.make_error(call, str(error), cause=error)
                 raise error
             if self._scale_up.decide_start(min_workers):
                 return
@@ -166,10 +166,10 @@ class GroupForming:
                 room = self._group.describe_room()
                 if num_waits == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
-                    raise self._status.make_error(call, why)
+                    raise self._record.make_error(call, why)
                 wait_s = backoff_s(num_waits, config)
                 cause = f"{missing}, and {room}"
-                self._status.record("waiting", [], cause=cause, seconds=wait_s)
+                self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
                 deadline, num_waits = now + wait_s, num_waits + 1
             self._clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
 
@@ -182,7 +182,7 @@ class GroupForming:
             self._discard_pending(lost)
             return False
         members = self._group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
-        self._status.ranks = {member: rank for rank, member in enumerate(members)}
+        self._record.ranks = {member: rank for rank, member in enumerate(members)}
         progress = Progress()
         for attempt in self._start_phases(members):
             if attempt.has_failed:
@@ -190,7 +190,7 @@ class GroupForming:
                 return False
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of departed workers.
-        self._status.update(progress)
+        self._record.update(progress)
         step, results = progress.position.global_step, self._components.call.departed_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
@@ -232,7 +232,7 @@ class GroupForming:
         if are_used:
             self._scale_up.discard(members)
         self._scale_up.set_up_alone()
-        self._status.generation += 1  # a late interruption of this one must not reach later work
+        self._record.generation += 1  # a late interruption of this one must not reach later work
 
     # ---- both
 
@@ -246,10 +246,10 @@ class GroupForming:
 
         Without a leader, they run their setup.
         """
-        self._status.generation += 1
+        self._record.generation += 1
         contexts = assign_contexts(
             [member.info for member in entering],
-            generation=self._status.generation,
+            generation=self._record.generation,
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
@@ -285,7 +285,7 @@ class GroupForming:
             self._components.check_open()
             if self._clock.monotonic() > mention_at:
                 mention_at += _MENTION_S
-                waiting = list_ranks(self._status.ranks, attempt.pending)
+                waiting = list_ranks(self._record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
             if listening and not has_collected:
                 _, lost = self._commands.probe_or_kill(
@@ -295,7 +295,7 @@ class GroupForming:
                 attempt.lost |= lost
                 attempt.pending = {m: f for m, f in attempt.pending.items() if m not in lost}
             if self._clock.monotonic() > deadline and not self._group.detect_cut_off():
-                waiting = list_ranks(self._status.ranks, attempt.pending)
+                waiting = list_ranks(self._record.ranks, attempt.pending)
                 self._interrupt_failed(attempt)
                 raise WorkerTimeoutError(
                     f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."

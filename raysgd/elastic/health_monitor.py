@@ -14,7 +14,7 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.attempt import Attempt, results_of
-from raysgd.elastic.group_status import list_ranks
+from raysgd.elastic.group_record import list_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.group_status import GroupStatus
+from raysgd.elastic.group_record import GroupRecord
 
 _LEAVE_S = 3.0
 """Seconds that workers may take to leave the group, in addition to a few steps."""
@@ -23,7 +23,7 @@ class PreemptionWatch:
     """
 
     _group: ActorGroup
-    _status: GroupStatus
+    _record: GroupRecord
     _can_join: bool
     _step_s: float = 0.0
     _known_leaving: set[WorkerHandle] = field(default_factory=set)
@@ -67,7 +67,7 @@ class PreemptionWatch:
             concerned = [member for member in news if news[member] == notice]
             left_s = max(0.0, notice.deadline - self._group.clock.time())
             seconds = left_s if math.isfinite(left_s) else 0.0
-            self._status.record("draining", concerned, cause=notice.cause, seconds=seconds)
+            self._record.add_event("draining", concerned, cause=notice.cause, seconds=seconds)
         if news:
             soon = self._group.clock.time() + self._leave_s
             is_short = any(notice.deadline <= soon for notice in news.values())

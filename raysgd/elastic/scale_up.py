@@ -14,7 +14,7 @@ from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_loss
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.group_status import GroupStatus
+from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
 from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
@@ -96,7 +96,7 @@ class PendingWorker:
             )
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
-        context = self.context = replace(self.context, generation=self.scale_up.status.generation)
+        context = self.context = replace(self.context, generation=self.scale_up.record.generation)
         return handle.submit_work(Worker.join_group, context, None, None, True)
 
     def _await_outcome(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
@@ -123,7 +123,7 @@ class ScaleUp:
 
     group: ActorGroup
     config: ElasticConfig
-    status: GroupStatus
+    record: GroupRecord
     policy: Policy
     create_arguments: Sequence[Any]
     """Arguments of `Worker.create`."""
@@ -249,7 +249,7 @@ class ScaleUp:
         self._discard(worker)
         handle, slot, phase = worker.handle, worker.slot, worker.phase
         cause = cause_of(handle, error)
-        self.status.record("newcomer_failed", [] if handle is None else [handle], cause=cause)
+        self.record.add_event("newcomer_failed", [] if handle is None else [handle], cause=cause)
         if is_worker_loss(error):
             self._lost_slots.append(slot)
             before, count = self._crashes.get(slot, (phase, 0))

@@ -10,7 +10,7 @@ from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.group_status import GroupStatus
+from raysgd.elastic.group_record import GroupRecord
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ _LASTS_S = 3.0
 class ShareBalancer:
     """Chooses the share of each member: equal, set by node, or proportional to measured speed."""
 
-    def __init__(self, group: ActorGroup, config: ElasticConfig, status: GroupStatus) -> None:
-        self._group, self._config, self._status = group, config, status
+    def __init__(self, group: ActorGroup, config: ElasticConfig, record: GroupRecord) -> None:
+        self._group, self._config, self._record = group, config, record
         self._speeds: dict[WorkerHandle, float] = {}
         """Newest speeds, in samples per second."""
         self._members: list[WorkerHandle] = []
@@ -94,7 +94,7 @@ class ShareBalancer:
         if shares == old_shares or not (_are_uneven(shares) or _are_uneven(old_shares)):
             return
         self._changed_at = self._group.clock.monotonic()
-        self._status.record(
+        self._record.add_event(
             "rebalanced",
             members,
             cause=f"shares {_format(shares)}, before {_format(old_shares)}",

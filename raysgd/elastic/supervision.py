@@ -37,13 +37,13 @@ class Supervision:
     def __init__(self, components: DriverComponents) -> None:
         self._components = components
         self._group, self._clock = components.group, components.group.clock
-        self._status, self._commands = components.status, components.commands
+        self._record, self._commands = components.record, components.commands
         self.set_call(components.call)
 
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self._components.call = call
-        self.progress_before = self._status.progress._replace(holdings=Holdings())
+        self.progress_before = self._record.progress._replace(holdings=Holdings())
         """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
         self._replay: Call | None = None
@@ -59,7 +59,7 @@ class Supervision:
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
         before, call = self.progress_before.position, self._components.call
-        step = self._status.position.global_step
+        step = self._record.position.global_step
         can_repeat = call.has_batches or (call.replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return False
@@ -79,7 +79,7 @@ class Supervision:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         call, preemption = self._components.call, self._components.preemption
         if preemption.must_save and call.can_pause:
-            self._status.update(self._components.snapshots.rescue(self._commands))
+            self._record.update(self._components.snapshots.rescue(self._commands))
             preemption.must_save, self._callbacks_save, self._needs_goal = False, True, True
         self.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
@@ -88,7 +88,7 @@ class Supervision:
             assert self._replay is not None
             call = self._replay
         elif self._needs_goal and call.set_goal is not None:
-            newest = newest_progress([self._status.progress, self.progress_before])
+            newest = newest_progress([self._record.progress, self.progress_before])
             call.request = call.set_goal(newest.position, self._callbacks_save)
             self._callbacks_save = self._needs_goal = False
         everyone, rank = self._group.members, call.rank
@@ -111,7 +111,7 @@ class Supervision:
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
-        call.log_points.begin(self._status.position.global_step, members)
+        call.log_points.begin(self._record.position.global_step, members)
         request = call.request
         if call.rank is None:
             shares = self._components.share_balancer.choose_for(members)
@@ -137,7 +137,7 @@ class Supervision:
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         call.log_points.add(progress, self._group.members)
-        self._status.update(*(progress.values() or [polled]))
+        self._record.update(*(progress.values() or [polled]))
         if progress:
             self._components.advance(progress)
         if not attempt.has_failed:
@@ -151,7 +151,7 @@ class Supervision:
         self._split = 0 if outcome is None else outcome.split
         if member and outcome and outcome.split:  # memory ran out
             cause = repr(outcome.unpack())
-            self._status.record("split", [member], cause=cause, factor=outcome.split)
+            self._record.add_event("split", [member], cause=cause, factor=outcome.split)
         if attempt.lost:
             return WorkersLost(lost=attempt.lost)
         is_stopped = attempt.needs_new_group and outcome is None
@@ -160,7 +160,7 @@ class Supervision:
             return CallFailed()
         error = attempt.make_error()
         if member is not None:
-            self._status.record("user_error", [member], cause=repr(error))
+            self._record.add_event("user_error", [member], cause=repr(error))
         return CallFailed(error=error)
 
     @contextlib.contextmanager
@@ -190,7 +190,7 @@ class Supervision:
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
-        monitor = HealthMonitor(attempt, self._status.ranks, self._clock)
+        monitor = HealthMonitor(attempt, self._record.ranks, self._clock)
         newest = None
         while attempt.is_running:
             self._components.check_open()

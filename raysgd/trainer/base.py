@@ -85,7 +85,7 @@ class OperatorTrainer(TrainerInfo):
         self._transfer = self._transfer_cls(options, dispatcher, fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
-        controller.status.on_event = weakref.WeakMethod(self._notify_callbacks)
+        controller.record.on_event = weakref.WeakMethod(self._notify_callbacks)
         controller.start()
         # Whether steps have config[BATCH_SIZE] samples with any number of workers.
         self._keeps_batch = True

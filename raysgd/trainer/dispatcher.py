@@ -92,7 +92,7 @@ class Dispatcher:
     @property
     def position(self) -> ReportedPosition:
         """The position of the group, or in `on_log` that of the point."""
-        return self._log_position or self.controller.status.position
+        return self._log_position or self.controller.record.position
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class Dispatcher:
     def _report_bad_steps(self, trainer: Trainer) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
         newest = max((each["step"] for each in self.bad_steps), default=0)
-        bad_steps = self.controller.status.progress.updates.bad_steps
+        bad_steps = self.controller.record.progress.updates.bad_steps
         new_steps = [each for each in bad_steps if each["step"] > newest]
         if not new_steps:
             return

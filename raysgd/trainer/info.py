@@ -72,7 +72,7 @@ class TrainerInfo:
     @property
     def split(self) -> int:
         """Micro-batches per batch, above 1 after memory ran out."""
-        return self._controller.status.progress.updates.split
+        return self._controller.record.progress.updates.split
 
     @property
     def latest_metrics(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class StateTransfer:
 
     def _fetch(self, request: Request, method: str, open_inbox: Any = Inbox) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
-        rank = None if must_hand_over(self.dispatcher.controller.status.progress) else 0
+        rank = None if must_hand_over(self.dispatcher.controller.record.progress) else 0
         options = {"rank": rank, "open_inbox": open_inbox, "allows_any_size": True}
         return self.dispatcher.run(request, method=method, **options)
 
@@ -140,7 +140,7 @@ class StateTransfer:
         check_flags("save", provenance=provenance, frozen=frozen)
         self.dispatcher.check_open()
         target, controller = Location(path), self.dispatcher.controller
-        members, progress = controller.members, controller.status.progress
+        members, progress = controller.members, controller.record.progress
         manifest = checkpoint.Manifest(
             world_size=len(members), operator=self.options.training_operator_cls.__qualname__
         )

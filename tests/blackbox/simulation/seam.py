@@ -138,7 +138,7 @@ class Driver:
     @property
     def generation(self):
         """Number of the newest generation."""
-        return self.controller.status.generation
+        return self.controller.record.generation
 
     @property
     def events(self):
@@ -146,7 +146,7 @@ class Driver:
 
     @property
     def step(self):
-        return self.controller.status.position.global_step
+        return self.controller.record.position.global_step
 
     @property
     def has_snapshot(self):

@@ -174,7 +174,7 @@ def watch_of(left_s, **sizes):
         options=GroupOptions(**sizes),
         leaving=lambda: {rank: Notice("", clock.now + s) for rank, s in left_s.items()},
     )
-    return PreemptionWatch(group, SimpleNamespace(record=lambda *_, **__: None), True)
+    return PreemptionWatch(group, SimpleNamespace(add_event=lambda *_, **__: None), True)
 
 
 def test_a_later_notice_does_not_revoke_the_save():

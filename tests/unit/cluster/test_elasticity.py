@@ -69,7 +69,7 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
 
 def test_the_first_save_asks_all_workers_if_each_has_a_shard(world):
     every_new(world, divided=True)
-    assert not world.drive(3).controller.status.progress.holdings.complete
+    assert not world.drive(3).controller.record.progress.holdings.complete
 
 
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
@@ -124,11 +124,11 @@ def test_the_progress_of_survivors_is_known_before_they_continue(world):
     def note():
         event = controller.events[-1]
         if event.kind == "lost":
-            controller.status.update(Progress())  # the survivors have not answered yet
+            controller.record.update(Progress())  # the survivors have not answered yet
         if event.kind == "resumed":
-            behind.append(event.step - controller.status.position.global_step)
+            behind.append(event.step - controller.record.position.global_step)
 
-    controller.status.on_event = lambda: note
+    controller.record.on_event = lambda: note
     world.at_step(20, lambda: world.lose(1))
     run_until(controller, 100, max_failures=1)
     assert behind == [0]
@@ -431,7 +431,7 @@ def test_without_snapshots_losing_all_ends_the_call(world):
     with pytest.raises(WorkerLostError, match="snapshot_every=None") as caught:
         run_until(controller, 30, max_failures=1)
     assert str(caught.value).count("OOM") == 3
-    assert controller.status.position.global_step == 12
+    assert controller.record.position.global_step == 12
     # later calls name the same way out
     first, _, _ = str(caught.value).partition("\n")
     for method in ("train", "work"):
@@ -457,7 +457,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
             run_until(controller, 30, max_failures=1)
     world.kept_by_driver = 0  # new workers do not load the snapshot
     run(controller, "load", state={"global_step": 7}, max_failures=1)
-    assert controller.status.position.global_step == 7
+    assert controller.record.position.global_step == 7
     assert steps_of(run_until(controller, 30)) == [30] * 3
 
 
@@ -475,7 +475,7 @@ def test_after_a_failed_load_all_restart_from_the_snapshot(world):
     bad = {"global_step": 7, "error": ValueError("another model")}
     with pytest.raises(ValueError, match="another model"):
         run(controller, "load", state=bad, max_failures=1)
-    assert controller.status.position.global_step == 25
+    assert controller.record.position.global_step == 25
     world.kept_by_driver = kept
     assert steps_of(run_until(controller, 30)) == [30] * 3
     assert controller.events[-1].step == kept > 0

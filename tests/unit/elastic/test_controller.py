@@ -164,7 +164,7 @@ def test_the_next_call_works_after_ctrl_c(world, is_deaf):
     assert isinstance(controller.state, Broken)
     assert train(controller) == [40] * 3
     assert ("lost" in kinds(controller)) == is_deaf
-    causes = {e.kind: e.cause for e in controller.status.events}
+    causes = {e.kind: e.cause for e in controller.record.events}
     assert causes["resumed"] == ("" if is_deaf else "interrupted by Ctrl-C")
 
 
@@ -175,11 +175,11 @@ def test_steps_lost_before_ctrl_c_in_a_restart_are_left_to_the_next_call(world):
         if kinds(controller)[-1] == "restarted":
             raise KeyboardInterrupt
 
-    controller.status.on_event = lambda: interrupt
+    controller.record.on_event = lambda: interrupt
     world.at_step(25, lambda: [member.die("OOM") for member in controller.members])
     with pytest.raises(KeyboardInterrupt):
         train(controller, max_failures=1)
-    assert controller.status.position.global_step > world.kept_by_driver == 20
+    assert controller.record.position.global_step > world.kept_by_driver == 20
 
 
 def test_on_wait_gets_the_progress_of_the_workers(world):

@@ -26,20 +26,20 @@ class FakeGroup:
         return {member.info.node_id: {"CPU", f"slot={member}"} for member in self.members}
 
 
-class FakeStatus:
+class FakeRecord:
     def __init__(self):
         self.events = []
 
-    def record(self, kind, members, *, shares, old_shares, **_):
+    def add_event(self, kind, members, *, shares, old_shares, **_):
         assert kind == "rebalanced"
         self.events.append((old_shares, shares))
 
 
 def make(num_workers=2, **config):
-    group, status = FakeGroup(num_workers), FakeStatus()
-    shares = ShareBalancer(group, ElasticConfig(**config), status)
+    group, record = FakeGroup(num_workers), FakeRecord()
+    shares = ShareBalancer(group, ElasticConfig(**config), record)
     shares.choose_for(group.members)
-    return group, status, shares
+    return group, record, shares
 
 
 def poll(group, shares, *speeds, seconds=0.0):
@@ -51,54 +51,54 @@ def poll(group, shares, *speeds, seconds=0.0):
 
 
 def test_shares_follow_a_difference_of_speed_that_lasts():
-    group, status, shares = make(shares="measured")
+    group, record, shares = make(shares="measured")
     poll(group, shares, 300, 100)
     assert shares.choose_for(group.members) is None
     poll(group, shares, 300, 100, seconds=5)
     assert shares.wants_change
     assert shares.choose_for(group.members) == (1.5, 0.5)
-    assert status.events == [((1.0, 1.0), (1.5, 0.5))]
+    assert record.events == [((1.0, 1.0), (1.5, 0.5))]
     assert not shares.wants_change
 
 
 def test_shares_do_not_follow_noise():
-    group, status, shares = make(shares="measured")
+    group, record, shares = make(shares="measured")
     for second in range(60):
         poll(group, shares, 300 if second % 2 else 100, 100)
     poll(group, shares, 120, 100, seconds=60)
     assert not shares.wants_change
     assert shares.choose_for(group.members) is None
-    assert status.events == []
+    assert record.events == []
 
 
 def test_a_worker_that_recovers_gets_its_share_back_after_the_cooldown():
-    group, status, shares = make(shares="measured", resize_cooldown_s=30.0)
+    group, record, shares = make(shares="measured", resize_cooldown_s=30.0)
     poll(group, shares, 300, 100, seconds=5)
     shares.choose_for(group.members)
     poll(group, shares, 100, 100, seconds=20)
     assert shares.choose_for(group.members) == (1.5, 0.5)
     poll(group, shares, 105, 100, seconds=20)
     assert shares.choose_for(group.members) is None, "small differences give even shares"
-    assert [new for _, new in status.events] == [(1.5, 0.5), (1.0, 1.0)]
+    assert [new for _, new in record.events] == [(1.5, 0.5), (1.0, 1.0)]
 
 
 def test_a_new_group_has_shares_by_the_speeds_that_are_known():
-    group, status, shares = make(3, shares="measured")
+    group, record, shares = make(3, shares="measured")
     poll(group, shares, 400, 100, 200, seconds=5)
     assert shares.choose_for(group.members) == (1.714, 0.429, 0.857)
     assert shares.choose_for([group.members[0], group.members[2]]) == (1.333, 0.667)
     assert shares.choose_for([group.members[0], FakeMember("new")]) is None
-    assert [new for _, new in status.events[1:]] == [(1.333, 0.667), (1.0, 1.0)]
+    assert [new for _, new in record.events[1:]] == [(1.333, 0.667), (1.0, 1.0)]
 
 
 def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
-    group, status, shares = make(shares="measured")
+    group, record, shares = make(shares="measured")
     poll(group, shares, 100, 100)
     new = FakeMember("new")
     shares.observe({new: Progress(measured=Measured(samples_per_s=300))})
     poll(group, shares, 100, 100)
     assert shares.choose_for([group.members[0], new]) == (0.5, 1.5)
-    assert status.events == [((1.0, 1.0), (0.5, 1.5))]
+    assert record.events == [((1.0, 1.0), (0.5, 1.5))]
     shares.choose_for(group.members)
     # speeds of departed workers are forgotten
     assert shares.choose_for([group.members[0], new]) is None
@@ -113,9 +113,9 @@ def test_a_worker_that_has_almost_stopped_keeps_a_share():
 
 
 def test_nodes_have_the_shares_of_a_mapping():
-    group, status, shares = make(shares={"slot=w1": 0.25})
+    group, record, shares = make(shares={"slot=w1": 0.25})
     assert shares.choose_for(group.members) == shares.from_config(group.members) == (1.6, 0.4)
-    assert status.events == [((1.0, 1.0), (1.6, 0.4))]
+    assert record.events == [((1.0, 1.0), (1.6, 0.4))]
     assert make(shares={"CPU": 2.0})[2].from_config(group.members) is None
 
 

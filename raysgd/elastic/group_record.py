@@ -50,7 +50,7 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
 
 
 @dataclass(eq=False)
-class GroupStatus:
+class GroupRecord:
     """What trainers and components read of a group. Its `GroupState` decides what follows."""
 
     _group: ActorGroup
@@ -75,7 +75,7 @@ class GroupStatus:
         known = [each for each in reported if each is not None]
         self.progress = newest_progress(known) if known else self.progress
 
-    def record(
+    def add_event(
         self,
         kind: EventKind,
         members: Sequence[WorkerHandle],
@@ -83,7 +83,7 @@ class GroupStatus:
         cause: str = "",
         **values: Any,
     ) -> None:
-        """Record an event with further `values` of `Event`, and log it."""
+        """Add an event with further `values` of `Event`, and log it."""
         if kind in ("resumed", "restarted"):
             cause = cause or self.interruption
         self.interruption = ""
