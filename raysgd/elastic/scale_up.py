@@ -141,7 +141,7 @@ class ScaleUp:
         self._lost_slots: list[AnySlot | None] = []
         self._crashes: dict[AnySlot, tuple[Phase, int]] = {}
         """By slot: the phase in which its last workers were lost, and how many in a row."""
-        self._failures = 0
+        self._num_delays = 0
         self._retry_at: dict[AnySlot, float] = {}
         self._resized_at = self.group.clock.monotonic()
         self._enough_at: float | None = None
@@ -162,7 +162,7 @@ class ScaleUp:
 
     def reset_failures(self) -> None:
         """Reset the failures of pending workers, because their cause may be gone."""
-        self._failures, self._retry_at, self.error = 0, {}, None
+        self._num_delays, self._retry_at, self.error = 0, {}, None
 
     def request_room(self) -> bool:
         """Request resources if the group may grow. Return whether some are free."""
@@ -193,7 +193,7 @@ class ScaleUp:
                 self._discard(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
-        if missing > 0 and self._failures < self.config.max_attempts:
+        if missing > 0 and self._num_delays < self.config.max_attempts:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
@@ -235,17 +235,20 @@ class ScaleUp:
         return self._pending[len(taken) :]
 
     def discard_failed(self, handle: WorkerHandle, error: BaseException) -> bool:
-        """Discard a worker if it is pending, so that another one starts.
-
-        Return whether it is one. The next start is delayed after an exception, and after several
-        losses of a slot in the same phase.
-        """
+        """Discard a worker if it is pending, so that another one starts. Return whether it was."""
         worker = next((w for w in self._pending if w.handle is handle), None)
         if worker is not None:
             self._handle_failure(worker, error)
         return worker is not None
 
     def _handle_failure(self, worker: PendingWorker, error: BaseException) -> None:
+        """Discard a worker, and decide when its slot starts another one.
+
+        After a loss, the slot does so immediately. After an exception, or several losses in a row
+        in one phase, it waits, longer each time, and up to `max_attempts` times until a reset.
+        An exception and repeated losses in user code set `error`, which ends a start. A timeout
+        does so only in the first start.
+        """
         self._discard(worker)
         handle, slot, phase = worker.handle, worker.slot, worker.phase
         cause = cause_of(handle, error)
@@ -269,11 +272,11 @@ class ScaleUp:
         elif self.is_first_start or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
         if isinstance(error, CheckpointError):  # no worker can load this state
-            self._failures = max(self._failures, self.config.max_attempts - 1)
-        wait_s = backoff_s(self._failures, self.config)
+            self._num_delays = max(self._num_delays, self.config.max_attempts - 1)
+        wait_s = backoff_s(self._num_delays, self.config)
         self._retry_at[slot] = self.group.clock.monotonic() + wait_s
-        self._failures += 1
-        if self._failures == self.config.max_attempts:
+        self._num_delays += 1
+        if self._num_delays == self.config.max_attempts:
             logger.warning("No more replacement workers start in this call.")
 
     def _discard(self, worker: PendingWorker) -> None:
