@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.comm.connection import Address, Listener, connect
@@ -124,23 +125,18 @@ class HostWatch:
             await asyncio.sleep(_TICK_S)
 
 
+@dataclass(eq=False)
 class HostMonitor:
-    """Watches the hosts of a group's workers, except the driver's own host.
+    """Watches the hosts of a group's workers, except the driver's own host."""
 
-    Args:
-        driver_grace_s: seconds that driver and workers wait for each other.
-        interrupts_calls: whether a worker that cannot reach the driver interrupts its call.
-        is_any_reachable: whether the driver reaches any worker, including workers on its own host.
-    """
-
-    def __init__(
-        self, driver_grace_s: float, interrupts_calls: bool, is_any_reachable: Callable[[], bool]
-    ) -> None:
-        self.driver_grace_s = driver_grace_s
-        self.interrupts_calls = interrupts_calls
-        self.is_any_reachable = is_any_reachable
-        self._listeners: dict[str, Listener] = {}
-        self._is_cut_off = False
+    driver_grace_s: float
+    """Seconds that driver and workers wait for each other."""
+    interrupts_calls: bool
+    """Whether a worker that cannot reach the driver interrupts its call."""
+    is_any_reachable: Callable[[], bool]
+    """Returns whether the driver reaches any worker, including workers on its own host."""
+    _listeners: dict[str, Listener] = field(default_factory=dict)
+    _is_cut_off: bool = False
 
     def watch(self, node_ip: str, lose: Callable[[LostError], None]) -> HostWatch | None:
         """Return a watch for the worker to connect to. None for the driver's own host."""
@@ -184,6 +180,7 @@ class HostMonitor:
 # ---- on the worker
 
 
+@dataclass(eq=False)
 class DriverWatch:
     """The worker's end of the connection to the driver, which a thread watches.
 
@@ -191,12 +188,9 @@ class DriverWatch:
     After `driver_grace_s`, it ends the process.
     """
 
-    def __init__(
-        self, address: Address, driver_grace_s: float, interrupt: Callable[[], None]
-    ) -> None:
-        self._address = address
-        self._driver_grace_s = driver_grace_s
-        self._interrupt = interrupt
+    _address: Address
+    _driver_grace_s: float
+    _interrupt: Callable[[], None]
 
     def start(self) -> str:
         """Connect and start the thread. Return the reason of a failure, or an empty string."""
