@@ -91,8 +91,8 @@ class ReplicaSync(UpdateFeature):
 class KerasOptimization(UpdateFeature):
     """Accumulates gradients of micro-batches, averages them over the workers, and updates.
 
-    With several optimizers, this feature copies the variables before an update, because a later
-    update of the step may fail.
+    If a step of the loop makes several updates, this feature copies the variables before each,
+    because a later one may fail.
     """
 
     def __init__(self, train_state: KerasTrainState) -> None:
@@ -130,7 +130,7 @@ class KerasOptimization(UpdateFeature):
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = collectives.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
-        if len(self._train_state.optimizers) > 1:
+        if update.is_open and update.optimizer_steps.need_copies:
             for variable in [*changed, *optimizer.variables]:
                 self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
         update.optimizer_steps.begin(optimizer)
@@ -144,7 +144,8 @@ class KerasOptimization(UpdateFeature):
     def roll_back(self, update: Update) -> None:
         for variable, value in self._before.values():
             variable.assign(value)
-        if update.optimizer_steps.running_optimizer is not None and not self._before:
+        steps = update.optimizer_steps
+        if not self._before and (steps.counts or steps.running_optimizer is not None):
             update.mark_damaged()
         self.commit(update)
 

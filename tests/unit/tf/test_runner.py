@@ -59,38 +59,46 @@ def test_training_continues_equally_from_a_snapshot():
     assert_same(other.state_dict(), now)
 
 
-class TwoOptimizers(TrainingOperator):
+class TwoUpdates(TrainingOperator):
     """Updates two models in each step. It can fail once, between the updates."""
 
     def setup(self, config):
-        self.models, self.optimizers, self.criterion = self.register(
-            [make_model() for _ in range(2)],
-            [keras.optimizers.Adam(0.01) for _ in range(2)],
+        models = [make_model() for _ in range(2)]
+        optimizers = [keras.optimizers.Adam(0.01) for _ in models]
+        for optimizer in optimizers:
+            optimizer.build([v for model in models for v in model.trainable_variables])
+        self.pairs = [(models[0], optimizers[config["first"]]), (models[1], optimizers[1])]
+        *_, self.criterion = self.register(
+            models,
+            optimizers[-config["num_registered"] :],
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-        self.losses = [partial(self.loss_of, model) for model in self.models]
+        self.losses = [partial(self.loss_of, model) for model in models]
         self.register_data(train_loader=digits()[0], shuffle=False)
 
     def loss_of(self, model, images, labels):
         return self.criterion(labels, model(images, training=True))
 
     def train_batch(self, batch, batch_info):
-        for place, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            if place and batch_info["global_step"] == self.config.get("fail_at"):
+        for place, (model, optimizer) in enumerate(self.pairs):
+            if place and batch_info.get("global_step") == self.config.get("fail_at", ""):
                 raise ValueError(f"bad batch {self.config.pop('fail_at')}")
             loss = self.minimize(self.losses[place], *batch, optimizer=optimizer, model=model)
         return {"train_loss": loss}
 
 
-def test_a_failed_step_restores_the_first_of_two_optimizers():
+@pytest.mark.parametrize(("first", "num_registered", "fail_at"), [(0, 2, 2), (1, 1, 2), (0, 2, 0)])
+def test_a_failed_step_restores_the_first_of_two_updates(first, num_registered, fail_at):
     runners = []
-    for config in ({}, {"fail_at": 2}):
-        options = TFOptions(training_operator_cls=TwoOptimizers, config=config, seed=3)
+    for config in ({}, {"fail_at": fail_at}):
+        config |= {"first": first, "num_registered": num_registered}
+        options = TFOptions(training_operator_cls=TwoUpdates, config=config, seed=3)
         runners.append(TFRunner(options))
         runners[-1].setup(WorkerContext(in_driver=True))
+        runners[-1].operator.train_batch(tuple(part[:32] for part in digits()[0]), {})  # no loop
     undisturbed, failing = runners
     undisturbed.handle(TrainRequest(call_number=0, until_step=4))
-    with pytest.raises(ValueError, match="bad batch 2"):
+    with pytest.raises(ValueError, match=f"bad batch {fail_at}"):
         failing.handle(TrainRequest(call_number=0, until_step=4))
     failing.handle(TrainRequest(call_number=0, until_step=4))
     assert_same(failing.state_dict(), undisturbed.state_dict())
@@ -112,12 +120,16 @@ class HalfUpdated(Digits):
         self.register_data(train_loader=digits()[0], shuffle=False)
 
 
-def test_workers_do_not_restart_from_a_state_that_is_half_updated():
-    runner = TFRunner(TFOptions(training_operator_cls=HalfUpdated, config={}, seed=3))
+@pytest.mark.parametrize(
+    ("operator_cls", "config"),
+    [(HalfUpdated, {}), (TwoUpdates, {"first": 0, "num_registered": 1, "fail_at": 2})],
+)
+def test_workers_do_not_restart_from_a_state_that_is_half_updated(operator_cls, config):
+    runner = TFRunner(TFOptions(training_operator_cls=operator_cls, config=config, seed=3))
     runner.setup(WorkerContext(in_driver=True))
     runner.handle(TrainRequest(call_number=0, until_step=2))
     assert runner.restart_state() is not None
-    with pytest.raises(tf.errors.InvalidArgumentError):
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
         runner.handle(TrainRequest(call_number=0, until_step=4))
     assert runner.progress().holdings.condition == "damaged"
     assert runner.restart_state() is None
