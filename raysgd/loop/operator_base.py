@@ -185,7 +185,7 @@ class OperatorBase:
             NUM_SAMPLES: getattr(iterator, "num_collated", None),
             "global_step": self._train_state.global_step
             + self._train_state.update.micro_batch.step_index,
-            "epoch_idx": epoch_idx,
+            "epoch_idx": epoch_idx or self._train_state.epoch,  # an override may leave it out
             "info": info and {k: v for k, v in info.items() if k not in _INFO_KEYS},
         }
 

@@ -69,9 +69,8 @@ class KerasSources(DataSources):
         )
 
     def check_end(self) -> None:
-        if self.has(self.trains_on):
-            loader = self.lazy_source(self.trains_on).loader
-            _check_end(loader, "training", "train(num_steps=...) or fit(max_steps=...)")
+        loader = self.training_source.loader
+        _check_end(loader, "training", "train(num_steps=...) or fit(max_steps=...)")
 
 
 def _check_end(loader: Any, what: str, call: str) -> None:

@@ -66,7 +66,8 @@ class TrainingOperator(OperatorBase):
             epoch_idx: Number of completed epochs.
         """
         train_state = self._train_state
-        if num_steps is None:
+        # An override may call this without `num_steps`.
+        if num_steps is None and getattr(train_state.segment, "limit", None) is None:
             train_state.data.check_end()
         meters = train_state.meters = AverageMeterCollection()
         batch_idx = train_state.global_step - train_state.position.call_began_at

@@ -115,8 +115,6 @@ class TrainingOperator(OperatorBase):
         if not train_state.keeps_modes:
             self.train_mode(True)
         train_state.keeps_modes = False
-        # An override may call this without the argument.
-        epoch_idx = epoch_idx or train_state.epoch
         meters = train_state.meters = AverageMeterCollection()
         batch_idx = train_state.global_step - train_state.position.call_began_at
         per_batch = self.scheduler_step_freq == "batch"

@@ -63,6 +63,13 @@ def test_mixed_precision_is_a_policy_of_keras(build):
         keras.mixed_precision.set_global_policy("float32")
 
 
+def test_an_override_may_leave_out_the_epoch(build):
+    operator = build(Digits)
+    operator._train_state.position.epoch = 2
+    operator.train_batch = lambda batch, batch_info: {"epoch": batch_info["epoch_idx"]}
+    assert operator.train_epoch([None])["epoch"] == 2
+
+
 class TwoHeads(TrainingOperator):
     """Two heads of equal shapes on one body, and one optimizer for all variables."""
 

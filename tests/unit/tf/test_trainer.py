@@ -451,6 +451,9 @@ class Endless(Digits):
         streams = [tf.data.Dataset.from_tensor_slices(part).batch(32) for part in digits()]
         self.register_data(train_loader=streams[0].repeat(), validation_loader=streams[1].repeat())
 
+    def train_epoch(self, iterator, info=None):  # the signature of older scripts
+        return super().train_epoch(iterator, info)
+
 
 def test_endless_data_need_a_number_of_steps():
     with TFTrainer(training_operator_cls=Endless, use_local=True) as trainer:
