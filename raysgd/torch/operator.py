@@ -87,7 +87,7 @@ class TrainingOperator(OperatorBase):
         "Whether NVIDIA Apex provides mixed precision.",
     )
     scheduler_step_freq: str | None = forward_to(
-        "_train_state.settings.options.scheduler_step_freq",
+        "_train_state.registered.scheduler_step_freq",
         'When schedulers step: "batch", "epoch", "manual", or None.',
     )
 

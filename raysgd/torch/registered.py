@@ -24,9 +24,9 @@ from raysgd.torch.strategies.exchange import GradientExchange
 class RegisteredObjects:
     """The registered objects of one worker, and all else that features may use.
 
-    `TorchTrainState` creates it before ``setup``. Only `register` and `GradientExchange`, which
-    wraps models, replace attributes. No feature has the training state. If a feature needs the
-    segment in progress, its caller passes it.
+    `TorchTrainState` creates it before ``setup``. Only `register`, `LightningMethods`, and
+    `GradientExchange`, which wraps models, replace attributes. No feature has the training state.
+    If a feature needs the segment in progress, its caller passes it.
     """
 
     def __init__(self, settings: TorchSettings, data: TorchSources, owner: TrainState) -> None:
@@ -45,6 +45,7 @@ class RegisteredObjects:
         self.features, self.features_with = owner.features, owner.features_with
         # `register` sets these, in this order. After ``setup``, `models` has wrappers of user code.
         self.optimizers: list[torch.optim.Optimizer] = self.update.optimizer_steps.optimizers
+        self.scheduler_step_freq = self.options.scheduler_step_freq  # or that of a LightningModule
         self.num_criteria = 0  # criteria with trained parameters, which are the last of `models`
         self.schedulers: list[Any] = []
         self.models: list[torch.nn.Module] = []

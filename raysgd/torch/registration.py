@@ -62,7 +62,7 @@ def register(
     sharding_args = as_sharding_args(registered, sharding, sharding_args, modules, ddp_args)
     if schedulers is not None:
         registered.schedulers = as_registered("schedulers", schedulers, None)
-        check_step_freq(registered.schedulers, options.scheduler_step_freq)
+        check_step_freq(registered.schedulers, registered.scheduler_step_freq)
     check_related(modules, registered.optimizers, registered.schedulers)
     strategy = STRATEGIES[mode_of(options, sharding, registered.context.distributed)]
     _move_models(registered, modules, strategy.keeps_parameters)

@@ -134,7 +134,7 @@ def build_operator(
     if settings.context.world_rank == 0:
         modules = [*registered.models, *registered.criteria]
         kinds: tuple[type, ...] = (torch.optim.Optimizer,)
-        if settings.options.scheduler_step_freq in ("batch", "epoch") and not registered.schedulers:
+        if registered.scheduler_step_freq in ("batch", "epoch") and not registered.schedulers:
             kinds += (torch.optim.lr_scheduler.LRScheduler,)  # otherwise, user code may step them
         warn_of_unregistered(operator, [*modules, *registered.optimizers], kinds)
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:

@@ -22,7 +22,7 @@ class Schedules(UpdateFeature):
 
     def step(self) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
-        update, frequency = self._registered.update, self._registered.options.scheduler_step_freq
+        update, frequency = self._registered.update, self._registered.scheduler_step_freq
         is_skipped = update.optimizer_steps.are_skipped and frequency == "batch"
         if is_skipped or not update.micro_batch.ends_step:
             return

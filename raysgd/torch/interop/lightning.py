@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd._internal.arguments import set_fields
 from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.interop.lightning_trainer import TrainerStandIn
@@ -144,7 +143,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                     'interval="step" with "batch" or interval="epoch" with "epoch".'
                 )
             schedulers.append(options["scheduler"])
-        set_fields(self._train_state.settings.options, scheduler_step_freq=frequency)
+        self._train_state.registered.scheduler_step_freq = frequency
         return optimizers, schedulers
 
     @contextlib.contextmanager

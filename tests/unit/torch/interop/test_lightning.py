@@ -437,7 +437,9 @@ def test_fit_validates_and_resumes_a_module(tmp_path):
 
 def test_schedulers_step_at_the_interval_that_the_module_states():
     config = {"lr": 0.1, "scheduler": {"interval": "step"}}
-    assert run_operator(TrainingOperator.from_ptl(Line), config).scheduler_step_freq == "batch"
+    trainer = local(TrainingOperator.from_ptl(Line), config)
+    assert trainer.apply_all_operators(lambda each: each.scheduler_step_freq) == ["batch"]
+    assert trainer.scheduler_step_freq is None  # that of the trainer
 
 
 class Clipping(Line):
