@@ -167,8 +167,7 @@ class Loop:
             raise
         metrics = as_metrics(operator.train_epoch, result)
         if segment.num_steps or not segment.was_read:
-            num_steps = max(1, segment.num_steps)
-            self.call_progress.add(segment.start_step, with_weight(metrics, num_steps))
+            self.call_progress.add(segment.start_step, with_weight(metrics, segment.num_steps or 1))
         if not segment.was_read:  # the loop has its own batches, and may have counted them
             train_state.position.global_step = max(segment.start_step, int(operator.global_step))
         if train_state.global_step == segment.start_step and not segment.has_paused:

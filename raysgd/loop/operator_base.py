@@ -141,7 +141,7 @@ class OperatorBase:
         have different numbers of batches, so do not call collectives in this method.
         """
         train_state = self._train_state
-        meters = AverageMeterCollection()
+        before, meters = train_state.meters, AverageMeterCollection()
         is_training = train_state.segment is not None  # `train_epoch` may call this method
         if not is_training:
             train_state.meters = meters
@@ -154,6 +154,8 @@ class OperatorBase:
                 meters.update(metrics, weight_of(self.validate_batch, metrics))
         if is_training:
             train_state.resume_modes()
+        elif before is not None:  # user code may call `train_epoch`, and that may call this method
+            train_state.meters = before
         return meters.summary()
 
     # ---- for subclasses

@@ -99,14 +99,12 @@ class OperatorRunner(Runner, ABC):
         """
         loop, train_state = self._hosted_loop, self._train_state
         is_leader = train_state.context.world_rank == leader_rank
-        state: Mapping[str, Any]
-        state = train_state.collectives.broadcast(self._small_entries, leader_rank)
+        state: dict[str, Any] = train_state.collectives.broadcast(self._small_entries, leader_rank)
         if not is_leader:
             train_state.data.set_batch_size(state["batching"])
             if why := state["why_not_split"]:
                 train_state.micro_batching.refuse_split(why)
-        replicates = train_state.replication.replicates
-        follows = not is_leader and (train_state.is_new or replicates)
+        follows = not is_leader and (train_state.is_new or train_state.replication.replicates)
         loop.state_access.copy_from(leader_rank, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])

@@ -151,7 +151,8 @@ class Update:
     def release_metrics(self) -> list[MicroBatchMetrics]:
         """Return the held metrics, which count now. Numbers of a bad step count for no samples."""
         held, self.held_metrics = self.held_metrics, []
-        for index, (metrics, _, ends_step) in enumerate(held if self.bad_step is not None else ()):
+        bad = held if self.is_committing and self.bad_step is not None else ()
+        for index, (metrics, _, ends_step) in enumerate(bad):
             kept = {k: v for k, v in metrics.items() if is_numeric(v) and not getattr(v, "ndim", 0)}
             held[index] = kept, 0, ends_step
         return held

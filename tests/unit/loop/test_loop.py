@@ -328,6 +328,14 @@ def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
     trainer.shutdown()
 
 
+def test_metrics_of_own_batches_remain_if_train_batch_validates(start):
+    class Validates(Recorder):
+        def train_batch(self, batch, batch_info):
+            return {**self.validate([batch]), **super().train_batch(batch, batch_info)}
+
+    assert start(Validates)[1].train_epoch([[torch.ones(2, 1)] * 2] * 3)["num_samples"] == 6
+
+
 def test_segments_count_by_their_batches_without_num_samples(start):
     class Lengths(Streaming):
         def train_epoch(self, iterator, info):

@@ -274,6 +274,8 @@ def test_epoch_of_bad_steps_has_a_loss_that_is_nan(caplog):
     callbacks = [EarlyStopping("train_loss", patience=2), TerminateOnNaN()]
     with trainer_of({"kind": "all"}, callbacks=callbacks, scheduler_step_freq="manual") as trainer:
         history = trainer.fit(3, validate_every=None, verbose=False)
+        of_own_batches = trainer.get_local_operator().train_epoch([data("all")])
+    assert of_own_batches["num_samples"] == NUM_SAMPLES  # which no record of bad steps has
     assert [math.isnan(each["train_loss"]) for each in history] == [True, True]
     assert "may be lost" not in caplog.text
 
