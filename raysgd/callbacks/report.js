@@ -38,8 +38,8 @@ function range(chart) {
 function draw(figure, chart) {
   const svg = figure.querySelector("svg"), width = figure.clientWidth, bottom = HEIGHT - BOTTOM;
   const isLog = figure.classList.contains("log"), scale = isLog ? Math.log10 : (value) => value;
-  let [low, high] = range(chart).map(scale);
-  const room = 0.06 * (high - low) || 0.2 * Math.abs(high) || 1;
+  let [low, high] = range(chart).map(scale); // within 1e-7, they differ only by rounding
+  const room = high - low > 1e-7 * Math.abs(high) ? 0.06 * (high - low) : 0.2 * Math.abs(high) || 1;
   [low, high] = [chart.starts_at_0 ? 0 : low - room, high + room];
   const [first, last] = chart.steps;
   const x = (step) => LEFT + ((step - first) / (last - first || 1)) * (width - LEFT - RIGHT);

@@ -64,7 +64,8 @@ def write(folder, records, events=()):
 def folder(tmp_path):
     records = [run(100)]
     for epoch in range(1, 4):
-        trained = {"train_loss": 1 / epoch, "num_samples": 640, "lr": 0.003, "<script>x": 1.0}
+        trained = {"train_loss": 1 / epoch, "num_samples": 640, "<script>x": 1.0}
+        trained["lr"] = 0.003 + epoch % 2 * 1e-18
         val_loss = 0.5 / epoch if epoch > 1 else "nan"
         measured = {"val_loss": val_loss, "val_accuracy": 0.3 * epoch, "note": "<b>"}
         end, step = 100 + 20 * epoch, 10 * epoch
