@@ -378,7 +378,7 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
             warning = (
                 f"raysgd removed the communication hook {getattr(hook, '__name__', hook)!r}, "
                 f"because workers left or joined. Its state, a {type(state).__name__}, differs "
-                "between workers. Register it again in on_world_change(self) of the operator."
+                "between workers. Register it in on_world_change(self) instead of setup."
             )
     return warning
 
