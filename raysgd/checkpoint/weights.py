@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def check_suffix(path: Any) -> None:
     """Raise ValueError if a name is that of another format."""
-    others = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".h5", ".keras", ".npz")
+    others = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".h5", ".keras", ".npz", ".onnx")
     if str(path).lower().endswith(others):
         raise ValueError(
             f"save_model({str(path)!r}) writes safetensors, so the name must end with "

@@ -31,7 +31,7 @@ from fsspec.core import url_to_fs
 
 from raysgd._internal.arguments import unknown_argument
 from raysgd._internal.files import lock_of_node, replacing
-from raysgd._internal.paths import without_secrets
+from raysgd._internal.paths import as_path, without_secrets
 from raysgd.data.compression import decompressor_of
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Records(ABC):
             raise FileNotFoundError(f"{type(self).__name__}({paths!r}): needs at least one path.")
         own = os.environ.get("XDG_CACHE_HOME", "")
         cache = cache_dir or Path(own if os.path.isabs(own) else "~/.cache", "raysgd")
-        self._cache = Path(cache).expanduser()
+        self._cache = as_path("cache_dir", cache)
         self.paths: list[str] = []
         self._stamps: list[str] = []
         found: dict[str, str] = {}  # the path or pattern of each file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,11 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
     """
 
     def __init__(self, paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
-        names = [None] if isinstance(columns, str) or not columns else list(columns)
-        if columns is not None and not all(isinstance(name, str) for name in names):
+        names = [] if isinstance(columns, str) or not isinstance(columns, Iterable) else [*columns]
+        if columns is not None and not (names and all(isinstance(name, str) for name in names)):
             raise TypeError(f"parquet(columns={columns!r}): must be a list of names, or None.")
         _pyarrow()  # takes 0.1 s, which the first batch should not wait for
-        self._columns = None if columns is None else list(columns)
+        self._columns = names or None
         super().__init__(paths, **options)
         sizes = [np.diff(index).max() for index in self._indexes if len(index) > 1]
         self.block = int(max(sizes, default=1))

@@ -309,6 +309,7 @@ WRONG_CALLS = [
     ("drain", {"node_id": 3}, TypeError, "node_id=3", "str"),
     ("drain", {"rank": 0, "deadline_s": "1"}, ValueError, "deadline_s='1'", "at least 0"),
     ("save_model", {"path": "weights.pt"}, ValueError, "'weights.pt'", ".safetensors"),
+    ("save_model", {"path": "x.onnx"}, ValueError, "'x.onnx'", ".safetensors"),
     ("save", {"path": b"x.pt"}, TypeError, "path", "b'x.pt'"),
     ("load", {"path": None}, TypeError, "None", "path or URL"),
     ("save", {"path": "~nosuch/x.pt"}, CheckpointError, "'~nosuch/x.pt'", "home folder"),
@@ -360,6 +361,8 @@ WRONG_FILES = [
     (lambda data: jsonl([3]), TypeError, "jsonl([3])", "path"),
     (lambda data: text(""), TypeError, "text('')", "path"),
     (lambda data: parquet("x", columns="ab"), TypeError, "columns='ab'", "list"),
+    (lambda data: parquet("x", columns=3), TypeError, "columns=3", "list"),
+    (lambda data: jsonl("x", cache_dir=3), TypeError, "cache_dir", "3"),
     (lambda data: mix([], []), ValueError, "mix([])", "at least one"),
     (lambda data: as_logdir(data / "file.zip" / "run"), ValueError, "run'", "file.zip is a"),
     *(

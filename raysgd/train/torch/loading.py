@@ -168,11 +168,11 @@ class PreparedLoader(DataLoader[Any]):
                 loader, and the state is of another number of workers within an epoch.
         """
         self._check_order()
-        epoch, offset, sampler = state["epoch"], state["offset"], self._worker_sampler
-        if (sampler is None) != ("seed" not in state):
+        epoch, offset, sampler = state.get("epoch", 0), state.get("offset"), self._worker_sampler
+        if offset is None or (sampler is None) != ("seed" not in state):
             raise ValueError(
-                "load_state_dict(...): raysgd splits this loader and not that of the state, or the "
-                "other way round. Pass the same add_dist_sampler to prepare_data_loader()."
+                f"load_state_dict(...): the state has {list(state)}, so its loader is of another "
+                "kind. Pass the state of a loader with the same add_dist_sampler as this one."
             )
         if sampler is None:
             if offset and state["num_workers"] != self._world_size:
