@@ -84,7 +84,7 @@ class TrainState(ABC):
 
     def set_features(self, features: Sequence[UpdateFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
-        self.features[:] = features
+        self.features = list(features)
         for hook in UPDATE_HOOKS:
             default = getattr(UpdateFeature, hook)
             self.features_with[hook] = [

@@ -9,7 +9,7 @@ import torch
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd.data.partition import EpochPartition
-from raysgd.loop.feature import Replication
+from raysgd.loop.feature import Replication, UpdateFeature
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.frozen_parameters import FrozenParameters
@@ -30,7 +30,7 @@ class RegisteredObjects:
     """
 
     def __init__(self, settings: TorchSettings, data: TorchSources, owner: TrainState) -> None:
-        self._settings = settings
+        self._settings, self._owner = settings, owner
         # From before ``setup`` to the end of the worker, these are the same objects.
         self.options, self.device = settings.options, settings.device
         self.warn_once = settings.warn_once
@@ -41,10 +41,7 @@ class RegisteredObjects:
         self.precision = PRECISIONS[self.options.use_fp16](self.device, self.options.amp_dtype)
         self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
         self.refuse_split = self.micro_batching.refuse_split
-        # All features, in the order of their hooks, and those that override a hook of an update.
-        self.features, self.features_with = owner.features, owner.features_with
         # `register` sets these, in this order. After ``setup``, `models` has wrappers of user code.
-        self.optimizers: list[torch.optim.Optimizer] = self.update.optimizer_steps.optimizers
         self.scheduler_step_freq = self.options.scheduler_step_freq  # or that of a LightningModule
         self.num_criteria = 0  # criteria with trained parameters, which are the last of `models`
         self.schedulers: list[Any] = []
@@ -57,6 +54,9 @@ class RegisteredObjects:
         self.criteria: list[Any] = []
 
     context: WorkerContext = forward_to("_settings.context", "Rank and size of this generation.")
+    optimizers: list[torch.optim.Optimizer] = forward_to("update.optimizer_steps.optimizers")
+    features: list[UpdateFeature] = forward_to("_owner.features", "In the order of their hooks.")
+    features_with: dict[str, list[UpdateFeature]] = forward_to("_owner.features_with")
 
     @property
     def partition(self) -> EpochPartition:
