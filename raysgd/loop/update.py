@@ -10,7 +10,8 @@ or with equal bits. The life of an update, with the hooks of features::
         operator.train_batch(batch)        # each backward() and optimizer_step(): see `Update`
         # The loop asks for the next batch, or returns:
         if update.should_commit():
-            feature.before_commit(update)  # COMMITTING
+            update.begin_commit()          # COMMITTING
+            feature.before_commit(update)
             update.commit()                # COMMITTED: the steps count
             feature.commit(update)
             update.reset()                 # CLOSED
@@ -54,7 +55,7 @@ class Update:
     state       fields                          what follows
     ==========  ==============================  =================================================
     CLOSED      ``index == -1``                 OPEN, by `begin_micro_batch`
-    OPEN        ``index >= 0``                  OPEN, COMMITTING, or `reset` after a roll-back
+    OPEN        ``index >= 0``                  OPEN, COMMITTING by `begin_commit`, or `reset`
     COMMITTING  ``index >= 0, is_committing``   COMMITTED by `commit`, or `reset` after a roll-back
     COMMITTED   ``index == -1, is_committing``  CLOSED, by `reset`
     ==========  ==============================  =================================================
