@@ -261,9 +261,9 @@ class LossWeights:
     The total and the factor are equal on all workers. Only case 1 communicates: once per update or
     optimizer, and once more in the first update of a generation if it has several micro-batches. A
     micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
-    total, so `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
-    `LossCount.with_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
-    fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
+    total, so `StepChecks` rejects a loss after it. If PyTorch workers do not know the sizes of all
+    batches, `LossCount.with_samples` makes cases 2 and 3 of the default ``train_batch`` case 1.
+    With fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
     """
 
     def __init__(self, update: Update) -> None:
@@ -363,7 +363,7 @@ class LossWeights:
             return self.expected_total
         if plan.total_samples is None:
             return float(plan.num_steps * num_workers)
-        return plan.total_samples if num_workers > 1 else plan.num_samples
+        return plan.total_samples if num_workers > 1 else plan.num_samples  # all, or its own
 
     def _total(self, num_workers: int, all_reduce: AllReduce) -> float:
         plan = self._update.plan
