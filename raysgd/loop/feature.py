@@ -32,7 +32,7 @@ class UpdateFeature:
     `RegisteredObjects`:
 
     - The update. It may exchange `held_metrics`, set `bad_step` before an update that must not be
-      applied, begin and end steps in `optimizer_steps`, and call `mark_damaged` if it cannot
+      applied, begin and end steps in `optimizer_steps`, and set `is_damaged` if it cannot
       restore what has changed. An exchange that counts items also sets `loss_weights.divisor` to 0.
     - The buffers. It may write their copies back if an update is not applied, and take
       new copies after it has changed buffers.

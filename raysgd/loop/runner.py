@@ -400,7 +400,7 @@ class OperatorRunner(Runner, ABC):
                     load_or_restore(self.operator, own, state["operator"], "operator")
                 )
             if incoming is not None and incoming.targets:
-                train_state.update.mark_damaged()
+                train_state.update.is_damaged = True
                 incoming.receive()
             state_access.load(state)
         train_state.update.is_damaged = False

@@ -84,7 +84,7 @@ class Update:
         """Whether workers add up gradients and counts of parts, and average neither. The commit
         gives each worker the metrics of all workers, and the update counts then."""
         self.is_warm_up = False  # the update ends before an optimizer updates
-        self.is_damaged = False  # see `mark_damaged`
+        self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.loss_weights = LossWeights(self)
         self.optimizer_steps = OptimizerSteps(self)
         self.reset()
@@ -109,10 +109,6 @@ class Update:
         self.optimizer_steps.requested = set()
         self.loss_weights.num_earlier += self.loss_weights.has_loss
         self.loss_weights.has_loss, self.loss_weights.awaits_count = False, True
-
-    def mark_damaged(self) -> None:
-        """Record that an update or a load left changes that no feature could restore."""
-        self.is_damaged = True
 
     @property
     def is_open(self) -> bool:

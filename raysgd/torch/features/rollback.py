@@ -94,9 +94,9 @@ class Rollback(UpdateFeature):
                 backup.restore()
                 changed.difference_update(map(id, backup.parameters))
         elif update.optimizer_steps.running_optimizer is not None:
-            update.mark_damaged()  # an optimizer may change its state before parameters
+            update.is_damaged = True  # an optimizer may change its state before parameters
         if changed:
-            update.mark_damaged()
+            update.is_damaged = True
 
 
 class _OptimizerBackup:
