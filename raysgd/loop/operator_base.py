@@ -15,6 +15,7 @@ from raysgd._internal.nested import check_rows
 from raysgd._internal.timers import TimerCollection
 from raysgd.loop.segment import Segment
 from raysgd.loop.train_state import TrainState
+from raysgd.loop.update import MicroBatchMetrics
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_numeric
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ class OperatorBase:
         weight = weight_of(self.train_batch, metrics, default)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
-        update.held_metrics.append((metrics, weight, micro_batch.ends_step))
+        update.held_metrics.append(MicroBatchMetrics(metrics, weight, micro_batch.ends_step))
         self._train_state.timing.num_samples += float(weight)
         if not update.is_open:  # the loop has its own batches
             self._train_state.add_metrics(update.release_metrics())

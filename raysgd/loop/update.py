@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.metrics import is_numeric
@@ -39,8 +39,14 @@ class WarmedUp(BaseException):
     """Raised when a warm-up has computed its gradients. User code must not catch it."""
 
 
-MicroBatchMetrics: TypeAlias = tuple[Mapping[str, Any], float, bool]
-"""Metrics, their weight, and whether the micro-batch ends a step."""
+class MicroBatchMetrics(NamedTuple):
+    """What a micro-batch adds to the meters."""
+
+    metrics: Mapping[str, Any]
+    weight: float
+    ends_step: bool
+
+
 _NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
 
 
@@ -151,7 +157,7 @@ class Update:
         bad = held if self.is_committing and self.bad_step is not None else ()
         for index, (metrics, _, ends_step) in enumerate(bad):
             kept = {k: v for k, v in metrics.items() if is_numeric(v) and not getattr(v, "ndim", 0)}
-            held[index] = kept, 0, ends_step
+            held[index] = MicroBatchMetrics(kept, 0, ends_step)
         return held
 
     def commit(self) -> None:

@@ -163,7 +163,7 @@ class EqualBitsExchange(GroupExchange):
         self._end_part()
         if not self._stepped_before:
             self._reduce_flags(0, [])
-        update.held_metrics[:] = self._metrics.all_gather(update.held_metrics)
+        update.held_metrics = self._metrics.all_gather(update.held_metrics)
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
@@ -399,7 +399,7 @@ class PartMetrics:
         rows = [row for message in messages for row in pickle.loads(message)]
         rows.sort(key=lambda row: row[0])
         last = (partition.layout.num_parts or 1) - 1
-        return [(metrics, weight, part == last) for (_, part), metrics, weight in rows]
+        return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
 
     def _gather(self, own: bytes) -> list[bytes]:
         """Return the messages of all workers, by rank."""
