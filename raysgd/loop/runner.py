@@ -375,7 +375,18 @@ class OperatorRunner(Runner, ABC):
         return models_last(loop.state_access.without_frozen(state, for_workers=True))
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
-        """Load a state. Receive its large arrays late, in the memory of the training state."""
+        """Load a state. Receive its large arrays late, in the memory of the training state.
+
+        After the checks, its entries are loaded in this order:
+
+        ========================================  ==============================================
+        ``operator``                              the operator's ``load_state_dict``
+        models, optimizers, and of features       `StateAccess.load`
+        ``call``, ``batching``, ``module_modes``  as in `_load_from_leader`, only of snapshots
+        ``data``, ``global_step``                 `TrainState.load_position`
+        ``data["rng"]``                           `RandomGenerators.set`
+        ========================================  ==============================================
+        """
         train_state, state_access = self._train_state, self._hosted_loop.state_access
         if SHARDS in state:  # of all workers, in a snapshot
             if incoming is not None:
