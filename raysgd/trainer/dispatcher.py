@@ -181,8 +181,7 @@ class Dispatcher:
         else:
             goals = (start.global_step + num_steps, request.until_step or sys.maxsize)
             request = replace(request, until_step=min(goals))
-        info, start_step = dict(request.info), start.global_step
-        request = replace(request, info=info, start_step=start_step, callback_pause=pause)
+        request = replace(request, start_step=start.global_step, callback_pause=pause)
         self._newest_training = request
         return request
 
