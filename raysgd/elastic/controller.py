@@ -156,6 +156,7 @@ class Controller:
             self.state, actions = state_machine.transition(self.state, event, self.policy)
             following = None
             for action in actions:
+                assert following is None  # only the last action returns an event
                 if isinstance(action, state_machine.RunCall):  # here, for short tracebacks of users
                     following = self._supervision.make_attempt(action)
                 else:
