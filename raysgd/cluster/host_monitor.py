@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.comm.connection import Address, Listener, connect
+from raysgd.comm.connection import Address, Listener, connect, keep_alive
 from raysgd.comm.network import address_towards, is_single_node, shut_down
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,6 @@ _END_S = 1.0  # seconds that Ray may take to kill a refused worker before the wo
 
 class LostError(Exception):
     """A worker's host closed the connection, or does not respond."""
-
-
-def _limit_silence(connection: socket.socket) -> None:
-    for option, value in _KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 # ---- on the driver
@@ -99,7 +94,7 @@ class HostWatch:
 
     async def _watch(self, connection: socket.socket) -> None:
         """Wait until a connection ends, then wait for the worker to reconnect."""
-        _limit_silence(connection)
+        keep_alive(connection, _KEEPALIVE)
         self._connection, self._connected_at = connection, time.monotonic()
         self.is_silent = is_silent = False
         if self._is_closed:  # another thread has just called `close`
@@ -206,7 +201,7 @@ class DriverWatch:
     def _watch(self, connection: socket.socket | None) -> None:
         while connection is not None:
             with connection, contextlib.suppress(OSError):
-                _limit_silence(connection)
+                keep_alive(connection, _KEEPALIVE)
                 connection.recv(1)  # the driver sends nothing
             connection = self._reconnect()
         _kill_own_process()

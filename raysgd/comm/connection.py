@@ -27,7 +27,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import BinaryIO, NamedTuple
 
 from raysgd.comm.network import shut_down
@@ -93,7 +93,7 @@ def connect(
             on_socket(connection)
         connection.settimeout(max(min(reach_s, timeout_s), 1e-3))
         connection.connect((address.host, address.port))
-        _keep_alive(connection)
+        keep_alive(connection)
         mine = secrets.token_bytes(_RANDOM_BYTES)
         connection.sendall(_MAGIC + _name(address.key) + mine)
         answer = b""
@@ -114,11 +114,11 @@ def connect(
     return connection
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm, and detect a lost host by keepalive."""
+def keep_alive(connection: socket.socket, options: Mapping[str, int] = _KEEPALIVE) -> None:
+    """Disable Nagle's algorithm, and detect a lost host by keepalive with these options."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
+    for option, value in options.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
@@ -261,7 +261,7 @@ class Listener:
 
     async def _authenticate(self, connection: socket.socket) -> Handler:
         """Authenticate the peer, and return the handler of its messages."""
-        _keep_alive(connection)
+        keep_alive(connection)
         if await receive_exactly(connection, len(_MAGIC)) != _MAGIC:
             raise ConnectionAbortedError("the peer uses another protocol")
         hello = await receive_exactly(connection, _NAME_BYTES + _RANDOM_BYTES)
