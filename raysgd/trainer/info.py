@@ -63,37 +63,25 @@ class TrainerInfo:
         "_options.training_operator_cls.__qualname__", "Name of the class of the operator."
     )
     logdir: Path | None = forward_to("_logdir", "The run folder.")
-
-    @property
-    def global_step(self) -> int:
-        """Finished training steps of all calls."""
-        return self._dispatcher.position.global_step
-
-    @property
-    def split(self) -> int:
-        """Micro-batches per batch, above 1 after memory ran out."""
-        return self._controller.record.progress.updates.split
-
-    @property
-    def latest_metrics(self) -> dict[str, Any]:
-        """The newest metrics of `train` and `validate`, in one dict."""
-        return self._dispatcher.metrics
-
-    @property
-    def last_call(self) -> LastCall | None:
-        """Kind, end time, and duration of the newest `train` or `validate`."""
-        return self._dispatcher.last_call
-
-    @property
-    def num_epochs(self) -> int | None:
-        """Number of epochs at which the current `fit` ends, or None."""
-        num_epochs: int | None = self._fit_loop.running.num_epochs
-        return num_epochs
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The first reason passed to `request_stop` since `fit` began."""
-        return self._fit_loop.stop_reason
+    global_step: int = forward_to(
+        "_dispatcher.position.global_step", "Finished training steps of all calls."
+    )
+    split: int = forward_to(
+        "_controller.record.progress.updates.split",
+        "Micro-batches per batch, above 1 after memory ran out.",
+    )
+    latest_metrics: dict[str, Any] = forward_to(
+        "_dispatcher.metrics", "The newest metrics of `train` and `validate`, in one dict."
+    )
+    last_call: LastCall | None = forward_to(
+        "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
+    )
+    num_epochs: int | None = forward_to(
+        "_fit_loop.running.num_epochs", "Number of epochs at which the current `fit` ends, or None."
+    )
+    stop_reason: str | None = forward_to(
+        "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."
+    )
 
     @property
     def epoch(self) -> int:
