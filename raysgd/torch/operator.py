@@ -45,7 +45,7 @@ from raysgd.torch.input.batches import (
 from raysgd.torch.optimization import as_count, count_of, ignored_index
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
-from raysgd.torch.strategies.replicated_model import plain
+from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
@@ -423,7 +423,7 @@ class TrainingOperator(OperatorBase):
 
         To train, call the registered model. Its gradients are averaged during the backward pass.
         """
-        return plain(model)
+        return user_module(model)
 
     def step_schedulers(self) -> None:
         """Step every scheduler.

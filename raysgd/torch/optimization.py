@@ -35,7 +35,7 @@ from raysgd.loop.update import LossCount, Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.input.batches import IGNORED
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.replicated_model import plain
+from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
 
 _PYTORCH = ("torch.nn.modules.loss", "torch.nn.functional")
@@ -280,7 +280,7 @@ def _function_of(criterion: Any) -> tuple[Any, Callable[..., Any]]:
     if isinstance(criterion, functools.partial):
         return criterion.func, criterion.keywords.get
     if isinstance(criterion, torch.nn.Module):
-        module = plain(criterion)
+        module = user_module(criterion)
         return type(module).forward, lambda name, default=None: getattr(module, name, default)
     return criterion, lambda name, default=None: default
 

@@ -25,7 +25,7 @@ from raysgd.torch.object_states import (
     scheduler_state,
     state_problem,
 )
-from raysgd.torch.strategies.replicated_model import plain, require_gradients, required_gradients
+from raysgd.torch.strategies.replicated_model import grad_flags, set_grad_flags, user_module
 from raysgd.torch.strategies.shards import gather_state
 from raysgd.torch.tensors import copy_to_cpu, parameters_of, version_of
 from raysgd.torch.train_state import TorchTrainState
@@ -39,13 +39,13 @@ class TorchStateAccess(StateAccess):
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
         self._registered = train_state.registered
-        self._initially_trained = list(map(required_gradients, self._models))
+        self._initially_trained = list(map(grad_flags, self._models))
         """Whether ``setup`` has left each parameter of each model trainable, by name."""
 
     @property
     def _models(self) -> list[torch.nn.Module]:
         """The models without wrappers."""
-        return list(map(plain, self._registered.models))
+        return list(map(user_module, self._registered.models))
 
     def read(self) -> dict[str, Any]:
         models = [(model, model.state_dict()) for model in self._models]
@@ -208,7 +208,7 @@ class TorchStateAccess(StateAccess):
                     undoing.enter_context(load_or_restore(each, own, saved, name, load))
         changed = state.get("requires_grad", ())  # older files lack it
         for model, first, now in zip(self._models, self._initially_trained, changed, strict=False):
-            require_gradients(model, {**first, **now})
+            set_grad_flags(model, {**first, **now})
         for feature in self._registered.features:
             feature.load_state_dict(state)
 
@@ -237,7 +237,7 @@ class TorchStateAccess(StateAccess):
         """Return which parameters user code has frozen or thawed after ``setup``, by model."""
         pairs = zip(self._models, self._initially_trained, strict=True)
         return [
-            {k: v for k, v in required_gradients(model).items() if v != first.get(k)}
+            {k: v for k, v in grad_flags(model).items() if v != first.get(k)}
             for model, first in pairs
         ]
 

@@ -18,7 +18,7 @@ from raysgd.loop.update import Update
 from raysgd.torch.object_states import model_problem
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
-from raysgd.torch.strategies.replicated_model import plain
+from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.tensors import copy_all, parameters_of
 
 
@@ -67,7 +67,7 @@ class WeightAveraging(UpdateFeature):
         self._decay, self._start_epoch = decay, start_epoch
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
-        return [dict(plain(model).named_parameters()) for model in self._registered.models]
+        return [dict(user_module(model).named_parameters()) for model in self._registered.models]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter with its average. List a shared parameter once."""

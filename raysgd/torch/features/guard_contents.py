@@ -15,7 +15,7 @@ import torch
 
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.replicated_model import is_ddp, plain, running_statistics
+from raysgd.torch.strategies.replicated_model import is_ddp, running_statistics, user_module
 from raysgd.torch.tensors import Versions, renormalized_weights
 
 Content = tuple[str, str, Any]
@@ -62,7 +62,7 @@ class ReplicaContents:
         self._children = list(itertools.chain.from_iterable(views))
         # Only objects that exist have unique ids.
         self._members = list(itertools.chain.from_iterable(self._children))
-        self._named = [list(plain(model).named_parameters()) for model in registered.models]
+        self._named = [list(user_module(model).named_parameters()) for model in registered.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
         self._renormalized = renormalized_weights(registered.models)
         groups = [group for o in registered.optimizers for group in o.param_groups]
@@ -106,7 +106,7 @@ class ReplicaContents:
     # ---- buffers
 
     def _all_buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        for index, model in enumerate(map(plain, self._registered.models)):
+        for index, model in enumerate(map(user_module, self._registered.models)):
             statistics = set(map(id, running_statistics(model)))
             for name, buffer in model.named_buffers():
                 if id(buffer) not in statistics and not buffer.is_inference():
@@ -165,7 +165,7 @@ class ReplicaContents:
         for name, modules in ("models", registered.models), ("criteria", registered.criteria):
             for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):
-                    yield from _hyperparameters(f"{name}[{index}]", plain(module))
+                    yield from _hyperparameters(f"{name}[{index}]", user_module(module))
 
 
 def _optimizer_contents(

@@ -10,12 +10,12 @@ from raysgd._internal.arguments import is_number
 from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.register_checks import attributes_of, is_metric
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.replicated_model import plain
+from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.tensors import version_of
 
 
 def _key(value: Any) -> int:
-    return id(plain(value) if isinstance(value, torch.nn.Module) else value)
+    return id(user_module(value) if isinstance(value, torch.nn.Module) else value)
 
 
 class UnregisteredTensors(UpdateFeature):

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from raysgd._internal.nested import describe, named_values
 from raysgd.metrics import Sums, ratio
-from raysgd.torch.strategies.replicated_model import plain
+from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.tensors import tensors_in
 
 IGNORED = -100
@@ -148,13 +148,13 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _inputs_of(model: torch.nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(plain(model).forward).parameters.values())
+    return list(inspect.signature(user_module(model).forward).parameters.values())
 
 
 def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
     takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _inputs_of(model))
     return TypeError(
-        f"The batch is {describe(batch)}, and forward of {type(plain(model)).__name__} takes "
+        f"The batch is {describe(batch)}, and forward of {type(user_module(model)).__name__} takes "
         f"({takes}). It must be (*features, target), or a dict or data class with the arguments of "
         "forward and the target. Change the collate_fn of the loader, or override train_batch, "
         "validate_batch, and predict_batch."

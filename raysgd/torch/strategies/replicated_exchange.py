@@ -22,7 +22,12 @@ from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_of, is_ddp
+from raysgd.torch.strategies.replicated_model import (
+    ReplicatedModel,
+    gradient_of,
+    is_ddp,
+    without_ddp,
+)
 from raysgd.torch.tensors import backward_pass, parameters_of
 
 
@@ -64,7 +69,7 @@ class GroupExchange(GradientExchange):
         self._registered.models = [wrapped.get(id(model), model) for model in models]
 
     def check_trained(self) -> None:
-        models, dtypes = list(map(replicated_model.unwrap, self._registered.models)), self._dtypes
+        models, dtypes = list(map(without_ddp, self._registered.models)), self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them
             stepped = [p for each in self._registered.optimizers for p in parameters_of(each)]
             dtypes = {p: p.dtype for p in (*dtypes, *stepped)}

@@ -315,21 +315,21 @@ def only_running_statistics(model: torch.nn.Module) -> bool:
     )
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside of DistributedDataParallel, or `model` itself."""
     module: torch.nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return module
 
 
-def plain(model: torch.nn.Module) -> torch.nn.Module:
+def user_module(model: torch.nn.Module) -> torch.nn.Module:
     """Return the user's module, without DistributedDataParallel and torch.compile."""
-    return uncompiled(unwrap(model))
+    return uncompiled(without_ddp(model))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether ``torch.compile``, or ``compile()`` of a module, compiles parts of `model`."""
     has_own = any(module._compiled_call_impl is not None for module in model.modules())
-    return has_own or plain(model) is not unwrap(model)
+    return has_own or user_module(model) is not without_ddp(model)
 
 
 def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -358,12 +358,12 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
     a communication hook was removed, or "".
     """
     group, comm_hooks = model.process_group, model._comm_hooks
-    before = required_gradients(model.module)
-    require_gradients(model.module, {**before, **required})
+    before = grad_flags(model.module)
+    set_grad_flags(model.module, {**before, **required})
     try:
         model.__setstate__({})  # sets up a wrapper as after unpickling, and keeps its attributes
     finally:
-        require_gradients(model.module, before)
+        set_grad_flags(model.module, before)
     if isinstance(model, ReplicatedModel):
         model._passes.first_pass_before = None  # as on a replacement worker
     model._static_graph_delay_allreduce_enqueued = False
@@ -383,12 +383,12 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
     return warning
 
 
-def require_gradients(module: torch.nn.Module, required: Mapping[str, bool]) -> None:
+def set_grad_flags(module: torch.nn.Module, required: Mapping[str, bool]) -> None:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(required.get(name, parameter.requires_grad))
 
 
-def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
+def grad_flags(module: torch.nn.Module) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 
@@ -398,7 +398,7 @@ def averaged_parameters(model: DistributedDataParallel) -> dict[str, bool]:
     if isinstance(model, ReplicatedModel):
         reduced = set(model._passes.reduced)
         return {name: parameter in reduced for name, parameter in named.items()}
-    required = required_gradients(model.module)
+    required = grad_flags(model.module)
     averaged = [name for name, is_set in required.items() if is_set]
     num_averaged = model._get_ddp_logging_data()["num_parameter_tensors"]
     if len(set(averaged) - model.parameters_to_ignore) == num_averaged:

@@ -26,7 +26,7 @@ from raysgd.loop.requests import (
 )
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.guard import ReplicaGuard
-from raysgd.torch.strategies.replicated_model import plain
+from raysgd.torch.strategies.replicated_model import user_module
 from tests.conftest import needs_full_sharding
 from tests.operators import on_gpu, set_sync_mode
 from tests.unit.torch import cases
@@ -228,7 +228,8 @@ class Trains(TrainingOperator):
         is_time = self.global_step == 3 or when not in ("before the update", "in a step")
         if case.when == when and is_time and self.world_rank in case.ranks:
             model, (group,) = self.model, self.optimizer.param_groups
-            given = {"t": self, "model": model, "weight": plain(model).head.weight, "group": group}
+            weight = user_module(model).head.weight
+            given = {"t": self, "model": model, "weight": weight, "group": group}
             exec(case.change, globals() | given | {"parameters": [*model.parameters()]})
 
     def train_batch(self, batch, batch_info):
@@ -300,7 +301,7 @@ class Case(cases.Case):
             "problem": problem,
             "ranks": getattr(error, "ranks", ()),
             "step": operator.global_step,
-            "weight": plain(operator.model).head.weight.detach().clone(),
+            "weight": user_module(operator.model).head.weight.detach().clone(),
         }
         runner.teardown()
         return result
@@ -360,7 +361,7 @@ SKIPS_UPDATE = "t.optimizer_step = lambda optimizer: vars(t).pop('optimizer_step
 FREEZES = "model.head.requires_grad_(False)"
 REPLACES_HEAD = "model.head = torch.nn.Linear(5, 1)"
 PARAMETRIZES = """from torch.nn.utils import parametrize
-parametrize.register_parametrization(plain(model).head, "weight", torch.nn.Identity())"""
+parametrize.register_parametrization(user_module(model).head, "weight", torch.nn.Identity())"""
 SETS_DROPOUT = "model.body[2].p = 0.5"
 DROPOUT = "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)"
 SETS_RATE = "group['lr'] = 0.2"
