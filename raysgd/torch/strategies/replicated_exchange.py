@@ -22,12 +22,7 @@ from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.strategies.replicated_model import (
-    ReplicatedModel,
-    gradient_of,
-    is_ddp,
-    without_ddp,
-)
+from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version, is_ddp
 from raysgd.torch.tensors import backward_pass, parameters_of
 
 
@@ -69,7 +64,8 @@ class GroupExchange(GradientExchange):
         self._registered.models = [wrapped.get(id(model), model) for model in models]
 
     def check_trained(self) -> None:
-        models, dtypes = list(map(without_ddp, self._registered.models)), self._dtypes
+        models = list(map(replicated_model.without_ddp, self._registered.models))
+        dtypes = self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them
             stepped = [p for each in self._registered.optimizers for p in parameters_of(each)]
             dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
@@ -192,7 +188,7 @@ class ReplicatedExchange(UserWrappedExchange):
         averaged: dict[torch.nn.Parameter, Any] = {}
         for passes in self._passes:
             averaged |= passes.take_averages(stepped)
-        if not any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
+        if not any(p.grad is not None and averaged.get(p) != gradient_version(p) for p in stepped):
             return
         try:
             average_gradients(list(stepped))

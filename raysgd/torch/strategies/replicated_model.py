@@ -170,7 +170,7 @@ class BackwardPasses:
         # Otherwise, this is within a pass, such as one that recomputes a checkpoint.
         if not self.is_in_backward and self.model.require_backward_grad_sync:
             self.is_in_backward = True
-            before = list(map(gradient_of, self.reduced))
+            before = list(map(gradient_version, self.reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
             phase = step_timing.begin_phase(step_timing.BACKWARD, any_thread=True)
 
@@ -190,21 +190,21 @@ class BackwardPasses:
         """
         step_timing.resume_phase(phase)
         self.is_in_backward = False
-        if list(map(gradient_of, self.reduced)) == before:
+        if list(map(gradient_version, self.reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty
         if self.first_pass is None:
             self.first_pass = next(_pass_numbers)
         if self.is_prepared:
             pairs = zip(self.reduced, before, strict=True)
             self._complete_averages(
-                [each for each, earlier in pairs if gradient_of(each) == earlier]
+                [each for each, earlier in pairs if gradient_version(each) == earlier]
             )
             local = [p for p in self.initially_frozen if p.requires_grad]
         else:
             local = self.parameters
         if local:
             average_gradients(local)
-        self.averaged = {p: gradient_of(p) for p in self.parameters}
+        self.averaged = {p: gradient_version(p) for p in self.parameters}
 
     def _complete_averages(self, missing: Sequence[torch.nn.Parameter]) -> None:
         """Complete the averages that other workers wait for, if a loss does not use parameters.
@@ -271,7 +271,7 @@ def is_trainable(parameter: torch.nn.Parameter) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
-def gradient_of(parameter: torch.nn.Parameter) -> Any:
+def gradient_version(parameter: torch.nn.Parameter) -> Any:
     """Return the identity and version of a gradient, to detect changes."""
     gradient = parameter.grad
     return None if gradient is None else (id(gradient), version_of(gradient))
