@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives, distributed_c10d
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
-from raysgd.torch.tensors import backward_pass
+from raysgd.torch.tensors import backward_pass_number
 
 _MESSAGE_BYTES = 4 * 2**20
 """Size in bytes at which a combined message of tensors is sent. Larger tensors are sent in parts.
@@ -225,7 +225,7 @@ def watch_user_code(report: Callable[[str], None]) -> None:
     def noting(function: Any, *arguments: Any, **keywords: Any) -> Any:
         frame: Any = sys._getframe(1)
         name = frame.f_code.co_name.lstrip("_")
-        if name.startswith(_PREFIXES) and backward_pass() == -1:
+        if name.startswith(_PREFIXES) and backward_pass_number() == -1:
             while re.match(r"torch\.(?!nn\.)", caller := frame.f_globals.get("__name__", "")):
                 frame = frame.f_back
             living = reference()

@@ -115,7 +115,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 # ---- helpers that PyTorch offers only under private names
 
-backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+backward_pass_number: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward pass that calls this, or -1. Public hooks only get tensors."""
 call_after_backward: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
 """Calls a function at the end of the current backward pass. Public hooks run within it."""

@@ -23,7 +23,7 @@ from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version, is_ddp
-from raysgd.torch.tensors import backward_pass, parameters_of
+from raysgd.torch.tensors import backward_pass_number, parameters_of
 
 
 class OwnModels(Replication):
@@ -174,7 +174,7 @@ class ReplicatedExchange(UserWrappedExchange):
 
         Every rank must call this.
         """
-        if backward_pass() != -1:
+        if backward_pass_number() != -1:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() runs within a backward pass, such as in a "
                 "hook. The workers average gradients until the end of the pass. Call step() after "
