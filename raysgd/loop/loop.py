@@ -71,7 +71,7 @@ class Loop:
         self.snapshots = Snapshots(self.train_state, read_snapshot)
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
-        """Train up to the goal of a request and return metrics. Return None at `callback_pause`.
+        """Train up to the goal of a request, and return metrics. None at `callback_pause_step`.
 
         Raise PausedError if the driver asked for a pause.
         """
@@ -79,10 +79,10 @@ class Loop:
         self._begin_call(request)
         self._add_due_point(request)
         while (limit := self._next_limit(request)) != 0:
-            step, pause = train_state.global_step, request.callback_pause
+            step, pause = train_state.global_step, request.callback_pause_step
             if pause is not None and step >= pause:
                 return None
-            if step >= self.control.driver_pause:
+            if step >= self.control.driver_pause_step:
                 raise PausedError
             if step <= request.start_step:
                 self.call_progress.clear()
@@ -197,7 +197,7 @@ class Loop:
         if request.until_nan:
             after_commit.append(self._end_at_bad_loss)
         steps_left, agree_on_batch = self._agree_on_data()
-        pauses = [n for n in (request.callback_pause, self._next_log_step) if n is not None]
+        pauses = [n for n in (request.callback_pause_step, self._next_log_step) if n is not None]
         segment = Segment(
             train_state,
             self.source,

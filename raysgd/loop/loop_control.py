@@ -19,7 +19,7 @@ class LoopControl:
 
     def __init__(self) -> None:
         self.is_interrupted = False  # the call must raise before its next batch
-        self.driver_pause = math.inf  # number of committed steps at which to pause
+        self.driver_pause_step = math.inf  # number of committed steps at which to pause
         self._has_deferred_ctrl_c = False
         self._is_waiting = False
         self.failed_at = ""  # see `ProcessStatus.failed_at`

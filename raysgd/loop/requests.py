@@ -23,14 +23,14 @@ class _EpochRequest(Request):
 class TrainRequest(_EpochRequest):
     """Train up to an absolute goal, so that a repeated request trains only the missing steps.
 
-    The answer is the metrics, or None if training paused at `callback_pause`. A repeated request
-    then continues, and its metrics cover the whole call.
+    The answer is the metrics, or None if training paused at `callback_pause_step`. A repeated
+    request then continues, and its metrics cover the whole call.
     """
 
     until_epoch: int | None = None  # completed epochs to reach; training ends at the first goal
     until_step: int | None = None  # committed steps to reach
     start_step: int = 0  # committed steps before the call; replayed earlier steps do not count
-    callback_pause: int | None = None  # step at which to pause; None to train up to the goal
+    callback_pause_step: int | None = None  # step at which to pause; None to train up to the goal
     split: int = 0  # minimum number of micro-batches per batch, after memory ran out
     log_every: int | None = None  # steps between two points; None for none
     dataset: Dataset | None = None  # replaces the registered loader

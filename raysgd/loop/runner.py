@@ -240,7 +240,7 @@ class OperatorRunner(Runner, ABC):
         self.control.is_interrupted = interrupted
 
     def pause_at(self, step: int | None) -> int:
-        self.control.driver_pause = math.inf if step is None else step
+        self.control.driver_pause_step = math.inf if step is None else step
         return 0 if self._loop is None else self._train_state.global_step
 
     def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:

@@ -116,7 +116,7 @@ class Segment:
     def _decide_end(self) -> bool:
         if self._is_exhausted or self.num_steps == self.total_steps:
             return True
-        pause_step = min(self.pause_step, self._control.driver_pause)
+        pause_step = min(self.pause_step, self._control.driver_pause_step)
         self.has_paused = self.start_step + self.num_steps >= pause_step
         return self.has_paused
 

@@ -124,7 +124,7 @@ class Dispatcher:
             self._newest_training,
             until_epoch=None if position.in_epoch else position.epoch,
             until_step=position.global_step if position.in_epoch else None,
-            callback_pause=None,
+            callback_pause_step=None,
             log_every=None,
             until_nan=False,
         )
@@ -181,7 +181,7 @@ class Dispatcher:
         else:
             goals = (start.global_step + num_steps, request.until_step or sys.maxsize)
             request = replace(request, until_step=min(goals))
-        request = replace(request, start_step=start.global_step, callback_pause=pause)
+        request = replace(request, start_step=start.global_step, callback_pause_step=pause)
         self._newest_training = request
         return request
 

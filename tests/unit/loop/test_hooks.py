@@ -225,7 +225,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
     loop = trainer._controller.members[0].worker.runner._loop
     assert loop.departure_metrics(0) is None
     request = TrainRequest(call_number=0, until_step=6, log_every=4)
-    assert loop.train(dataclasses.replace(request, callback_pause=5)) is None
+    assert loop.train(dataclasses.replace(request, callback_pause_step=5)) is None
     assert (loop.departure_metrics(1), len(loop.call_progress.release_points(-1))) == (None, 1)
     # all workers have these, so a leaving worker omits them
     loop.call_progress.state.merged_segments = [(5, loop.call_progress.own_segments[0][1])]
@@ -249,7 +249,7 @@ def test_a_restart_yields_the_points_of_its_steps_again(make_trainer, restart, p
         make_trainer(Recorder, {"num_samples": 100})._controller.members[0].worker.runner
         for _ in range(2)
     )
-    first.handle(dataclasses.replace(request, callback_pause=restart))
+    first.handle(dataclasses.replace(request, callback_pause_step=restart))
     second.load_state_dict(first.restart_state())
     assert second.handle(request)["batch_count"] == 10 - restart
     found = second.progress().measured.log_points

@@ -623,7 +623,7 @@ def pausing(loop, pause, at):
 
     def ask(batch_info, when):
         if when == "before" and loop.operator.global_step == at:
-            loop.control.driver_pause = pause
+            loop.control.driver_pause_step = pause
 
     return ask
 
@@ -651,7 +651,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
     assert operator.global_step == pause
-    loop.control.driver_pause = math.inf
+    loop.control.driver_pause_step = math.inf
     result = train(loop, until_epoch=2)
     assert operator.trained == its_operator.trained
     assert operator.global_step == 10
@@ -708,14 +708,14 @@ def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pa
     def late(batch_info, when):
         if when == "before" and operator.global_step == 3:
             told.append(operator.global_step)
-            loop.control.driver_pause = pause
+            loop.control.driver_pause_step = pause
 
     operator.fail = late
     with contextlib.suppress(PausedError):
         train(loop, **goal)
     assert told == [3]
     assert operator.global_step <= goal.get("until_step", 5)
-    loop.control.driver_pause = math.inf
+    loop.control.driver_pause_step = math.inf
     train(loop, **goal)
     assert operator.trained == EPOCH[: len(operator.trained)]
     assert operator.global_step == goal.get("until_step", 5)
@@ -729,9 +729,9 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
 
     def ask_and_take_back(batch_info, when):
         if when == "before" and operator.global_step == 1:
-            loop.control.driver_pause = 3
+            loop.control.driver_pause_step = 3
         if when == "before" and operator.global_step == 2:
-            loop.control.driver_pause = math.inf
+            loop.control.driver_pause_step = math.inf
 
     operator.fail = ask_and_take_back
     train(loop, **goal)
@@ -747,7 +747,7 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     operator.fail = pausing(loop, 6, at=4)
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)
-    loop.control.driver_pause = math.inf
+    loop.control.driver_pause_step = math.inf
     with failure(operator, 8):
         train(loop, 1, until_step=12, start_step=3)
     train(loop, 1, until_step=12, start_step=3)
@@ -768,10 +768,10 @@ def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):
             return {}
 
     loop, operator = loop_of(Frozen)
-    loop.control.driver_pause = 2
+    loop.control.driver_pause_step = 2
     with pytest.raises(PausedError):
         train(loop, until_epoch=1)
-    loop.control.driver_pause = math.inf
+    loop.control.driver_pause_step = math.inf
     train(loop, until_epoch=1)
     train(loop, 1, until_step=6, start_step=5)
     assert operator.infos == [True, True, False, True, True, True]

@@ -138,7 +138,7 @@ def groups_of(train_state, steps, after=None, pause=None):
             groups.append(group)
             group = []
         if count == after:
-            steps._control.driver_pause = pause
+            steps._control.driver_pause_step = pause
     assert group == []
     steps.finish()
     return groups

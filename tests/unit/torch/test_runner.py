@@ -563,14 +563,14 @@ def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
     runner, plain = make_runner(operator_cls), make_runner(operator_cls)
     runner.pause_at(2)
     with pytest.raises(PausedError):
-        runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=3))
+        runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause_step=3))
     assert runner.progress().position.global_step == 2
     runner.pause_at(None)
     for step in (3, 4):
-        request = TrainRequest(call_number=0, until_epoch=1, callback_pause=step)
+        request = TrainRequest(call_number=0, until_epoch=1, callback_pause_step=step)
         assert runner.handle(request) is None
         assert runner.progress().position.global_step == step
-    result = runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=9))
+    result = runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause_step=9))
     assert result == plain.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
