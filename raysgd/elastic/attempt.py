@@ -95,8 +95,7 @@ class Attempt:
         """Return the exception to raise for a failure without a lost worker."""
         if self.first_user_error is not None:
             return self.first_user_error[1].exception()
-        no_causes = ("communication", "interrupted", "cut off")
-        reasons = (o.exception() for o in self.outcomes.values() if o.kind in no_causes)
+        reasons = (o.exception() for o in self.outcomes.values() if o.kind not in ("ok", "paused"))
         reason = next(reasons, self.connection_error)
         error = CollectiveError(
             f"All workers are alive, but could not communicate: {reason}. Check that all workers "
