@@ -30,6 +30,8 @@ def register(
     if train_state.is_registered:
         raise RuntimeError("register() was called twice. Pass lists to register several models.")
     train_state.models, num_workers = as_list(models), train_state.settings.options.num_workers
+    if not train_state.models:
+        raise ValueError("register(models=...) is empty. Pass at least one.")
     for model in train_state.models:
         if not isinstance(model, keras.Model):
             raise TypeError(

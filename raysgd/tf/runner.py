@@ -19,6 +19,7 @@ class TFRunner(OperatorRunner):
     """Runs one operator. `setup` imports TensorFlow after the environment is set."""
 
     _options: TFOptions
+    _policy_before: Any = None  # of the process, before `setup`
 
     # ---- lifecycle
 
@@ -42,10 +43,12 @@ class TFRunner(OperatorRunner):
 
     def setup(self, context: WorkerContext) -> None:
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
+            import keras
             import tensorflow as tf
 
             from raysgd.tf.train_state import KerasRandomGenerators, KerasStateAccess
 
+        self._policy_before = keras.mixed_precision.dtype_policy()
         options = self._options
         if not (context.in_driver or options.forms_group_with_tensorflow):
             _set_threads(context)
@@ -58,6 +61,13 @@ class TFRunner(OperatorRunner):
         operator = build_operator(operator_cls, config, TFSettings(**arguments))
         self.generators = KerasRandomGenerators(operator)
         self.start_operator(operator, KerasStateAccess(operator._train_state))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._policy_before is not None:  # the process may be the user's
+            from keras.mixed_precision import set_global_policy
+
+            set_global_policy(self._policy_before)
 
     # ---- answers to requests
 

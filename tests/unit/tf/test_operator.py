@@ -185,6 +185,7 @@ def test_an_overflow_does_not_change_the_size_of_updates(build):
     ("given", "error", "text"),
     [
         ({"models": object()}, TypeError, "Keras 3 models"),
+        ({"models": []}, ValueError, "is empty"),
         ({"optimizers": object()}, ValueError, "optimizer identifier"),
         ({"optimizers": None}, ValueError, "compiled"),
         ({"class_weight": {0: 1.0, "1": 5.0}}, TypeError, "'1' is text"),

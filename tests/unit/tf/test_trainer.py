@@ -33,6 +33,13 @@ def trainer(shared):
     return made
 
 
+def test_precision_of_a_local_trainer_ends_with_it():
+    arguments = {"training_operator_cls": Digits, "config": {"data": "tf"}, "use_local": True}
+    for use_fp16, dtype in ((True, "bfloat16"), (False, "float32")):
+        with TFTrainer(**arguments, use_fp16=use_fp16) as trainer:
+            assert trainer.get_local_operator().model.layers[0].compute_dtype == dtype
+
+
 def test_it_trains_in_steps_and_epochs(trainer):
     first = trainer.train(num_steps=5)
     assert (first["epoch"], first["num_samples"], first["batch_count"]) == (1, 160, 5)
