@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -57,11 +57,9 @@ class RegisteredObjects:
     optimizers: list[torch.optim.Optimizer] = forward_to("update.optimizer_steps.optimizers")
     features: list[UpdateFeature] = forward_to("_owner.features", "In the order of their hooks.")
     features_with: dict[str, list[UpdateFeature]] = forward_to("_owner.features_with")
-
-    @property
-    def partition(self) -> EpochPartition:
-        """Which samples of an epoch each worker trains on in this generation."""
-        return cast(EpochPartition, self.data.training_source.partition)
+    partition: EpochPartition = forward_to(
+        "data.training_source.partition", "Which samples each worker trains in this generation."
+    )
 
     @property
     def given_models(self) -> list[torch.nn.Module]:

@@ -317,8 +317,7 @@ def only_running_statistics(model: torch.nn.Module) -> bool:
 
 def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside of DistributedDataParallel, or `model` itself."""
-    module: torch.nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return module
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def user_module(model: torch.nn.Module) -> torch.nn.Module:
