@@ -111,8 +111,12 @@ class AverageMeter:
         self.count: float = 0
 
     def update(self, val: Any, n: float = 1) -> None:
-        """Add `val`, the mean of `n` samples. Tensors on an accelerator are read later."""
-        self._last = _summable(val)
+        """Add `val`, the mean of `n` samples. Without samples, keep the newest value.
+
+        Tensors on an accelerator are read later.
+        """
+        if n or not self.count:
+            self._last = _summable(val)
         if n:  # the mean of no samples can be NaN
             self._total = _add_exactly(_exact(self._last * n), self._total)
             self.count += n

@@ -51,6 +51,8 @@ class BadStepFilter(UpdateFeature):
 
     def filter_loss(self, update: Update, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
         """Return a loss of the same value whose gradients are NaN if it is not finite."""
+        if update.index < 0:  # outside of the loop, no update is left out
+            return loss
         value = loss.detach()
         poison, term = value * 0, value.double() * factors.loss
         if update.has_fixed_parts:  # the sum must not depend on the workers
@@ -59,6 +61,8 @@ class BadStepFilter(UpdateFeature):
         return loss * (poison + 1)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
+        if update.index < 0:
+            return
         registered, spike = self._registered, self._options.spike
         precision = registered.precision
         norm = float(registered.exchange.norm(precision.parameters(optimizer))[1])

@@ -275,6 +275,9 @@ def test_epoch_of_bad_steps_has_a_loss_that_is_nan(caplog):
     with trainer_of({"kind": "all"}, callbacks=callbacks, scheduler_step_freq="manual") as trainer:
         history = trainer.fit(3, validate_every=None, verbose=False)
         of_own_batches = trainer.get_local_operator().train_epoch([data("all")])
+    with trainer_of({}) as trainer:
+        trainer.get_local_operator().train_batch(data("none"), {})  # before any update
+        assert math.isfinite(trainer.train(num_steps=5)["last_train_loss"])  # of the fourth step
     assert of_own_batches["num_samples"] == NUM_SAMPLES  # which no record of bad steps has
     assert [math.isnan(each["train_loss"]) for each in history] == [True, True]
     assert "may be lost" not in caplog.text
