@@ -29,25 +29,7 @@ def register(
     """See :meth:`TrainingOperator.register`."""
     if train_state.is_registered:
         raise RuntimeError("register() was called twice. Pass lists to register several models.")
-    train_state.models, num_workers = as_list(models), train_state.settings.options.num_workers
-    if not train_state.models:
-        raise ValueError("register(models=...) is empty. Pass at least one.")
-    for model in train_state.models:
-        if not isinstance(model, keras.Model):
-            raise TypeError(
-                f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
-            )
-        for layer in flat_layers(model) if num_workers > 1 else ():
-            if getattr(layer, "synchronized", False):
-                raise NotImplementedError(
-                    f"TFTrainer does not synchronize the statistics of {layer.name!r} over the "
-                    "workers. Pass synchronized=False to this layer."
-                )
-            if getattr(layer, "stateful", False):
-                raise NotImplementedError(
-                    f"{layer.name!r} keeps states of rows from batch to batch, but several workers "
-                    "divide batches. Pass stateful=False to this layer, or use one worker."
-                )
+    train_state.models = _as_models(models, train_state.settings.options.num_workers)
     if any(model.run_eagerly for model in train_state.models):
         tf.config.run_functions_eagerly(True)
     model = train_state.models[0]
@@ -79,6 +61,29 @@ def register(
         metrics,
     )
     return tuple(each for each in registered if each is not None)
+
+
+def _as_models(models: Any, num_workers: int) -> list[keras.Model]:
+    given = as_list(models)
+    if not given:
+        raise ValueError("register(models=...) is empty. Pass at least one.")
+    for model in given:
+        if not isinstance(model, keras.Model):
+            raise TypeError(
+                f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
+            )
+        for layer in flat_layers(model) if num_workers > 1 else ():
+            if getattr(layer, "synchronized", False):
+                raise NotImplementedError(
+                    f"TFTrainer does not synchronize the statistics of {layer.name!r} over the "
+                    "workers. Pass synchronized=False to this layer."
+                )
+            if getattr(layer, "stateful", False):
+                raise NotImplementedError(
+                    f"{layer.name!r} keeps states of rows from batch to batch, but several workers "
+                    "divide batches. Pass stateful=False to this layer, or use one worker."
+                )
+    return given
 
 
 def _as_class_weight(class_weight: Any) -> dict[Any, Any]:
