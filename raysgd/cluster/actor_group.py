@@ -15,7 +15,7 @@ from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
 from raysgd.cluster.preemption_notices import Notice, PreemptionNotices
 from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerInfo
-from raysgd.cluster.worker_handle import ActorHandle, InlineHandle, WorkerHandle
+from raysgd.cluster.worker_handle import ActorHandle, LocalHandle, WorkerHandle
 
 if TYPE_CHECKING:  # it imports Ray, which a worker in the driver's process does not need
     from raysgd.cluster.placement import Reservation, Slot
@@ -96,11 +96,11 @@ class ActorGroup:
         options = self.options
         worker: WorkerHandle
         if isinstance(slot, LocalSlot) and options.is_inline:
-            worker = InlineHandle()
+            worker = LocalHandle()
         elif isinstance(slot, LocalSlot):
             import ray
 
-            worker = InlineHandle(has_thread=True)
+            worker = LocalHandle(has_thread=True)
             worker.info = WorkerInfo(
                 node_id=ray.get_runtime_context().get_node_id(),
                 node_ip=ray.util.get_node_ip_address(),

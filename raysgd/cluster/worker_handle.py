@@ -222,7 +222,7 @@ class ActorHandle(WorkerHandle):
         return ended
 
 
-class InlineHandle(WorkerHandle):
+class LocalHandle(WorkerHandle):
     """A worker in the driver's process.
 
     The only worker of a group runs in the caller's thread, where debuggers can step into it. Worker

@@ -27,7 +27,7 @@ from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback, History
 from raysgd.callbacks.callback_list import CallbackList, as_logdir, trainer_callbacks
 from raysgd.cluster.actor_group import ActorGroup
-from raysgd.cluster.worker_handle import InlineHandle
+from raysgd.cluster.worker_handle import LocalHandle
 from raysgd.data import Dataset
 from raysgd.elastic.controller import Controller
 from raysgd.errors import CallbackError
@@ -413,7 +413,7 @@ class OperatorTrainer(TrainerInfo):
         """
         self._dispatcher.check_open()
         member = self._controller.members[0]
-        if not isinstance(member, InlineHandle):
+        if not isinstance(member, LocalHandle):
             raise NotImplementedError(
                 f"get_local_operator() needs {type(self).__name__}(use_local=True). Use "
                 "apply_all_operators(fn) to reach operators in other processes."

@@ -55,7 +55,12 @@ from raysgd.torch.input.orders import (
     sampler_of,
     seed_all,
 )
-from raysgd.torch.input.stream_loading import StreamSource, has_samples, keeps_samples, known_length
+from raysgd.torch.input.stream_loading import (
+    SequentialSource,
+    has_samples,
+    keeps_samples,
+    known_length,
+)
 
 _MISSING = object()
 
@@ -354,7 +359,7 @@ def wrap_loader(
         return PartitionedLoader(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
     if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
-        return StreamSource(loader, layout=layout, **partition_arguments)
+        return SequentialSource(loader, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, by_user=not partitions, why_not_partitioned=why)
 

@@ -22,7 +22,7 @@ from raysgd.torch.input.batches import map_batch
 from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_seek, in_processes, name_of
 
 
-class StreamSource(PartitionedSource):
+class SequentialSource(PartitionedSource):
     """A stream, read by every worker.
 
     The samples of a DataLoader over an IterableDataset are partitioned. For any other loader, each

@@ -8,7 +8,7 @@ import ray.exceptions
 
 from raysgd.cluster import remote_functions as tasks
 from raysgd.cluster.worker import CarriedError, WorkerInfo
-from raysgd.cluster.worker_handle import InlineHandle
+from raysgd.cluster.worker_handle import LocalHandle
 from raysgd.errors import RemoteTraceback, WorkerLostError
 
 DIED = """The actor died unexpectedly before finishing this task.
@@ -29,7 +29,7 @@ def wait(pending, num_returns=1, timeout=None):
     return pending[-num_returns:], pending[:-num_returns]
 
 
-class Remote(InlineHandle):
+class Remote(LocalHandle):
     """A member with given answers."""
 
     def __init__(self, *answers, info=None):

@@ -18,7 +18,7 @@ from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.cluster.worker_handle import (
     ActorHandle,
-    InlineHandle,
+    LocalHandle,
     is_worker_loss,
     loss_cause,
 )
@@ -65,7 +65,7 @@ def member(monkeypatch):
 
 
 def test_a_thread_member_works_in_a_thread_of_its_own():
-    member = InlineHandle(has_thread=True)
+    member = LocalHandle(has_thread=True)
     member.submit_work(Worker.create, None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
     busy = member.submit_work(Worker.handle, request_of("run", function=lambda: gate.wait(20)))
@@ -222,7 +222,7 @@ def test_worker_that_ray_cannot_reach_may_live_if_its_host_is_watched(member, in
 
 
 def test_worker_is_reached_on_the_host_of_the_driver_once_its_host_is_known(member):
-    assert InlineHandle().is_reachable
+    assert LocalHandle().is_reachable
     assert member.is_reachable
     assert not ActorHandle(Actor()).is_reachable
     member.watch = SimpleNamespace(is_reachable=False)
