@@ -10,8 +10,7 @@ or with equal bits. The life of an update, with the hooks of features::
         operator.train_batch(batch)        # each backward() and optimizer_step(): see `Update`
         # The loop asks for the next batch, or returns:
         if update.should_commit():
-            update.begin_commit()          # COMMITTING
-            feature.before_commit(update)
+            feature.before_commit(update)  # COMMITTING
             update.commit()                # COMMITTED: the steps count
             feature.commit(update)
             update.reset()                 # CLOSED
@@ -61,7 +60,7 @@ class Update:
     state       fields                          what follows
     ==========  ==============================  =================================================
     CLOSED      ``index == -1``                 OPEN, by `begin_micro_batch`
-    OPEN        ``index >= 0``                  OPEN, COMMITTING by `begin_commit`, or `reset`
+    OPEN        ``index >= 0``                  OPEN, COMMITTING by `TrainState.commit`, or `reset`
     COMMITTING  ``index >= 0, is_committing``   COMMITTED by `commit`, or `reset` after a roll-back
     COMMITTED   ``index == -1, is_committing``  CLOSED, by `reset`
     ==========  ==============================  =================================================
@@ -81,6 +80,7 @@ class Update:
     - the step, if both    ``running_optimizer`` is it, as in ``optimizer.step()`` of user code
       allow it
     - the end              ``counts`` has the step, even if skipped. ``in_optimizer_step`` ends
+    ``step_schedulers()``  schedulers that step per batch do
     the next request       `should_commit`, and features may refuse in ``before_commit``
     =====================  ======================================================================
     """

@@ -50,7 +50,7 @@ from raysgd.torch.input.orders import (
     EpochOrder,
     Order,
     makes_own_batches,
-    parts_of,
+    nested_datasets,
     pick_keys,
     sampler_of,
     seed_all,
@@ -271,7 +271,9 @@ class PartitionedLoader(PartitionedSource):
     @functools.cached_property
     def ignores_targets(self) -> bool:
         """Whether data in memory has targets that losses of PyTorch ignore by default."""
-        parts = (part for part in parts_of(self.loader.dataset) if isinstance(part, TensorDataset))
+        parts = (
+            part for part in nested_datasets(self.loader.dataset) if isinstance(part, TensorDataset)
+        )
         return any(bool((part.tensors[-1] == IGNORED).any()) for part in parts)
 
     def fingerprint(self) -> str:

@@ -140,7 +140,7 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
     return batches is not None and is_own
 
 
-def parts_of(data: Any) -> list[Any]:
+def nested_datasets(data: Any) -> list[Any]:
     """Return a data set, and all data sets that its attributes refer to."""
     parts = {id(data): data}
     unread = [data]
@@ -181,7 +181,7 @@ class EpochOrder:
         if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
             return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
         memo: dict[int, Any] = {}  # what the copy does not copy: data, and no random generators
-        for part in parts_of(self._loader.dataset):
+        for part in nested_datasets(self._loader.dataset):
             values = getattr(part, "__dict__", {}).values()
             memo |= {id(each): each for each in values if hasattr(type(each), "__len__")}
             memo[id(part)] = part
