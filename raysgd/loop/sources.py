@@ -25,8 +25,8 @@ class DataSources(ABC):
     def __init__(self, settings: Settings, seed: int) -> None:
         self._settings, self._seed = settings, seed
         self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
-        self.registered_loaders: list[Any] = []
-        """The registered loaders, as user code passed them."""
+        self.registered_loaders: dict[str, Any] = {}
+        """The newest loaders, as user code passed them. Keys: train, validation."""
         self.trains_on = "train"
 
     @abstractmethod
@@ -34,11 +34,11 @@ class DataSources(ABC):
         """Return the source for a loader, or for a `Dataset` that was passed to a call."""
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
-        self.registered_loaders += [train_loader, validation_loader]
         self.__dict__.pop("loader_summaries", None)
         loaders = {"train": train_loader, "validation": validation_loader}
         for name, loader in loaders.items():
             if loader is not None:
+                self.registered_loaders[name] = loader
                 shown = f"register_data({name}_loader=...)"
                 self._sources[name] = self._check_and_wrap(shown, loader, training=name == "train")
 

@@ -228,7 +228,7 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any], kinds: tuple[
         )
 
 
-def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
+def warn_of_other_loaders(operator: Any, registered: Iterable[Any]) -> None:
     """Warn about DataLoaders in attributes that every worker reads whole."""
     train_state = operator._train_state
     known = set(map(id, (operator, train_state, train_state.registered, *registered)))

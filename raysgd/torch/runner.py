@@ -138,7 +138,7 @@ def build_operator(
             kinds += (torch.optim.lr_scheduler.LRScheduler,)  # otherwise, user code may step them
         warn_of_unregistered(operator, [*modules, *registered.optimizers], kinds)
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
-            warn_of_other_loaders(operator, train_state.data.registered_loaders)
+            warn_of_other_loaders(operator, train_state.data.registered_loaders.values())
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     train_state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()

@@ -220,8 +220,7 @@ def change_a_weight(operator):
 
 
 def undo(operator):
-    train, validation, *_ = operator._train_state.data.registered_loaders
-    operator.register_data(train_loader=train, validation_loader=validation)
+    operator.register_data(**vars(operator).pop("loaders", {}))
     vars(operator).pop("minimize", None)
 
 
@@ -237,6 +236,8 @@ def reads(name, *sizes):
         )
         rows = tuple(part[first : first + size] for part in digits()[0])
         data = tf.data.Dataset.from_tensor_slices(rows).batch(16)
+        before = operator._train_state.data.registered_loaders
+        operator.loaders = {f"{kind}_loader": loader for kind, loader in before.items()}
         operator.register_data(**{name: data.filter(lambda *_: True)})  # of unknown length
 
     return register

@@ -95,8 +95,10 @@ def test_loader_begins_and_ends_once_in_an_epoch(start, wrap, partitions):
         call()
         call()
     assert operator.trained == operator.validated == 2 * EPOCH
-    for loader in operator._train_state.data.registered_loaders:
+    for loader in operator._train_state.data.registered_loaders.values():
         assert (loader.began, loader.ended) == (2, 2)
+    operator.register_data(train_loader=[0])  # keeps no earlier one
+    assert len(operator._train_state.data.registered_loaders) == 2
 
 
 @pytest.mark.parametrize("partitions", [True, False])
