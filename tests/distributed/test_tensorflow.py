@@ -230,10 +230,8 @@ def reads(name, *sizes):
     def register(operator):
         import tensorflow as tf
 
-        first, size = (
-            operator.world_rank * (len(sizes) == 1),
-            sizes[operator.world_rank % len(sizes)],
-        )
+        first = operator.world_rank * (len(sizes) == 1)
+        size = sizes[operator.world_rank % len(sizes)]
         rows = tuple(part[first : first + size] for part in digits()[0])
         data = tf.data.Dataset.from_tensor_slices(rows).batch(16)
         before = operator._train_state.data.registered_loaders

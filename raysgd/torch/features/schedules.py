@@ -43,14 +43,11 @@ class Schedules(UpdateFeature):
         schedulers = self._registered.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
-    def begin_update(self, update: Update) -> None:
-        self._states = None
-
     def begin_micro_batch(self, update: Update) -> None:
         """Undo and reject a scheduler step that `train_batch` makes in each micro-batch."""
-        if not update.is_split:
+        registered, is_split = self._registered, update.is_split
+        if not registered.schedulers or not (is_split or update.optimizer_steps.need_copies):
             return
-        registered = self._registered
         groups = [group for o in registered.optimizers for group in o.param_groups]
         if self._states is None:
             self._states = list(map(scheduler_state, registered.schedulers))
@@ -59,9 +56,19 @@ class Schedules(UpdateFeature):
             return
         before = self._last_epochs
         self._record_epochs()
-        if self._last_epochs != before:
-            for scheduler, state in zip(registered.schedulers, self._states, strict=True):
-                load_scheduler(scheduler, state)
+        if is_split and self._last_epochs != before:
+            self._restore()
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
             registered.refuse_split("train_batch steps a scheduler itself")
+
+    def commit(self, update: Update) -> None:
+        self._states = None
+
+    def roll_back(self, update: Update) -> None:
+        self._restore()  # the update may fail after schedulers have stepped
+        self._states = None
+
+    def _restore(self) -> None:
+        for scheduler, state in zip(self._registered.schedulers, self._states or (), strict=False):
+            load_scheduler(scheduler, state)

@@ -39,7 +39,6 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.update import MicroBatchMetrics, Update
 from raysgd.metrics import on_cpu
 from raysgd.torch.input.orders import seed_all
-from raysgd.torch.object_states import load_scheduler, scheduler_state
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.replicated_exchange import GroupExchange, broadcast_models
@@ -137,7 +136,6 @@ class EqualBitsExchange(GroupExchange):
     def begin_update(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""
         self._scales = [t.clone() for t in self._precision.scale_tensors()]
-        self._schedulers = list(map(scheduler_state, self._registered.schedulers))
 
     def begin_micro_batch(self, update: Update) -> None:
         owned = self._registered.partition.owned_parts
@@ -174,9 +172,6 @@ class EqualBitsExchange(GroupExchange):
         if update.optimizer_steps.counts:
             for scale, before in zip(self._precision.scale_tensors(), self._scales, strict=True):
                 scale.copy_(before)
-            schedulers = self._registered.schedulers
-            for scheduler, state in zip(schedulers, self._schedulers, strict=True):
-                load_scheduler(scheduler, state)
         self._clear()
 
     # ---- gradients
