@@ -117,12 +117,16 @@ class RunLog:
         """The calls without those that a later run repeated."""
         self.interruptions: list[tuple[int, float]] = []
         """Step and seconds of each time between two trainers."""
-        resumed_at, reached = None, sys.maxsize
+        resumed_at, reached, has_trained = None, sys.maxsize, False
         for record, before in pairwise([*reversed(everything), {}]):
             if record["kind"] == "run":
                 resumed_at = record["global_step"]
-                reached = min(reached, resumed_at)
-            elif "step" not in record and record["global_step"] <= reached:
+                if has_trained:  # otherwise, nothing that this run loaded was trained again
+                    reached = min(reached, resumed_at)
+                has_trained = False
+                continue
+            has_trained = has_trained or record["kind"] in ("train", "step")
+            if "step" not in record and record["global_step"] <= reached:
                 self.calls.append(record)
                 if record["kind"] in ("train", "step"):  # repeats steps if a file was loaded before
                     reached = record["global_step"]

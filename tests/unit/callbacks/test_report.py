@@ -159,7 +159,7 @@ def test_steps_that_a_later_run_repeated_are_not_kept(tmp_path):
     (line,) = charts(make_report(tmp_path).read_text())["Workers"]["lines"]
     assert line == ["workers", [[0, 2], [5, 3], [11, 2], [15, 2]]]
     loaded = [call(240, 5, 12), call(250, 5, 10, kind="validate")]  # a file of step 10, twice
-    write(tmp_path, [run(100), run(200, 5), *calls, *loaded], events)
+    write(tmp_path, [run(100), run(200, 5), *calls, *loaded, run(260)], events)  # untrained
     assert [c["time"] for c in RunLog(tmp_path).calls] == [110, 220, 250, 240]
 
 

@@ -34,9 +34,8 @@ def trainer(shared):
 
 
 def test_precision_of_a_local_trainer_ends_with_it():
-    arguments = {"training_operator_cls": Digits, "config": {"data": "tf"}, "use_local": True}
     for use_fp16, dtype in ((True, "bfloat16"), (False, "float32")):
-        with TFTrainer(**arguments, use_fp16=use_fp16) as trainer:
+        with TFTrainer(training_operator_cls=Digits, use_local=True, use_fp16=use_fp16) as trainer:
             assert trainer.get_local_operator().model.layers[0].compute_dtype == dtype
 
 
