@@ -176,6 +176,9 @@ def without_old_arguments(
     arguments: Mapping[str, Any], creators: Sequence[Any] = ()
 ) -> dict[str, Any]:
     """Return the arguments of a TorchTrainer without old ones that have no effect."""
+    if creators and hasattr(creators[0], "register_data"):
+        name = getattr(creators[0], "__name__", "...")
+        raise TypeError(f"Pass the operator by name: TorchTrainer(training_operator_cls={name}).")
     arguments = {**dict(zip(_OLD_ARGUMENTS, creators, strict=False)), **arguments}
     current = {
         n: value for n, value in arguments.items() if n not in _OLD_ARGUMENTS or value is not None

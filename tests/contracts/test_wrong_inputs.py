@@ -158,6 +158,7 @@ def test_wrong_argument_is_refused_before_a_worker_starts(arguments, error, word
 def test_positional_creators_of_ray_0_8_are_refused_with_the_new_way():
     words = ("model_creator=", "TrainingOperator.from_creators")
     check(lambda: TorchTrainer(make_model, generating, make_model), DeprecationWarning, words)
+    check(lambda: TorchTrainer(TrainingOperator), TypeError, ("cls=TrainingOperator",))
 
 
 @pytest.mark.parametrize("text", ["0", "soon"])
