@@ -203,7 +203,7 @@ class TrainingOperator(OperatorBase):
                 ``config[BATCH_SIZE]``, or 32 without that key.
             shuffle: Whether to shuffle arrays in each epoch of training.
         """
-        from raysgd.tf.loading import is_arrays
+        from raysgd.tf.sources import is_arrays
 
         check_flags("register_data", shuffle=shuffle)
         if batch_size is not None:

@@ -21,9 +21,9 @@ from raysgd.loop.train_state import RandomGenerators, StateAccess, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
-from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchLosses, compiled_objects
 from raysgd.tf.options import TFSettings
+from raysgd.tf.sources import KerasSources
 from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
 
 _RATE = re.compile("'learning_rate': [^,}]*")

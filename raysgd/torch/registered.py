@@ -15,7 +15,7 @@ from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.frozen_parameters import FrozenParameters
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.rollback import BufferCopies
-from raysgd.torch.input.loading import TorchSources
+from raysgd.torch.input.sources import TorchSources
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.precision import PRECISIONS
 from raysgd.torch.strategies.exchange import GradientExchange

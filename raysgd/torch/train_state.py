@@ -16,7 +16,7 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.features.micro_batching import num_rows
-from raysgd.torch.input.loading import TorchSources
+from raysgd.torch.input.sources import TorchSources
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import copy_leaf

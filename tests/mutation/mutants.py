@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 AREAS = {
     "cluster": ["raysgd/cluster"],
     "loop": ["raysgd/loop", "raysgd/data"],
-    "torch/loading": ["raysgd/torch/input/loading.py", "raysgd/torch/input/orders.py"],
+    "torch/sources": ["raysgd/torch/input/sources.py", "raysgd/torch/input/orders.py"],
     "torch/optimization": ["raysgd/torch/optimization.py"],
     "strategies": ["raysgd/torch/strategies"],
     "comm": ["raysgd/comm", "raysgd/backends.py"],

@@ -24,7 +24,7 @@ from raysgd._internal.arguments import check_choice, check_flags
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import PRECISIONS, Precision, in_full_precision
 from raysgd.train.session import get_context, world_size
-from raysgd.train.torch.loading import PreparedLoader
+from raysgd.train.torch.prepared_loader import PreparedLoader
 from raysgd.train.worker_session import num_collectives, process_state
 
 

@@ -7,8 +7,8 @@ change, adapt this file and keep the recorded orders.
 import itertools
 
 from raysgd.data.partition import StepLayout
-from raysgd.torch.input.loading import wrap_loader
-from raysgd.train.torch.loading import PreparedLoader
+from raysgd.torch.input.sources import wrap_loader
+from raysgd.train.torch.prepared_loader import PreparedLoader
 
 __all__ = ["keras_epoch", "operator_epoch", "prepared_passes"]
 
@@ -73,7 +73,7 @@ def keras_epoch(data, *, training, seed, epoch, segments, batch_size=None):
 
     `segments` are like those of `operator_epoch`.
     """
-    from raysgd.tf.loading import ArraySource, DatasetSource
+    from raysgd.tf.sources import ArraySource, DatasetSource
 
     offset, read = 0, []
     full_size = max(size for size, _ in segments)

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from raysgd._internal.nested import cat_outputs
 from raysgd.testing import run_operator
-from raysgd.torch.input.loading import wrap_loader
+from raysgd.torch.input.sources import wrap_loader
 from tests.operators import Classifier, make_data
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder

@@ -25,12 +25,12 @@ from raysgd.data.partition import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.loop.evaluation import check_same_samples
 from raysgd.loop.sources import GeneratorFunction
-from raysgd.torch.input.loading import PartitionedLoader
-from raysgd.torch.input.stream_loading import SequentialSource
+from raysgd.torch.input.sequential_source import SequentialSource
+from raysgd.torch.input.sources import PartitionedLoader
 from raysgd.torch.input.stream_reading import digest
 from tests.conftest import examples
 from tests.operators import Classifier
-from tests.unit.torch.input.test_loading import wrap
+from tests.unit.torch.input.test_sources import wrap
 
 
 class Numbers(IterableDataset):

@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
 from raysgd.torch.input.loader_copies import SeededSamples, with_dataset
-from raysgd.torch.input.loading import PartitionedLoader
+from raysgd.torch.input.sources import PartitionedLoader
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import assert_names

@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from raysgd.data import Stream, text
 from raysgd.errors import CheckpointError
-from raysgd.train.torch.loading import PreparedLoader
+from raysgd.train.torch.prepared_loader import PreparedLoader
 from tests.operators import Streamed
 
 DATA = list(range(61))

@@ -55,7 +55,7 @@ from raysgd.torch.input.orders import (
     sampler_of,
     seed_all,
 )
-from raysgd.torch.input.stream_loading import (
+from raysgd.torch.input.sequential_source import (
     SequentialSource,
     has_samples,
     keeps_samples,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.tf.loading import ArraySource, DatasetSource, _Iteration  # noqa: E402
+from raysgd.tf.sources import ArraySource, DatasetSource, _Iteration  # noqa: E402
 from raysgd.train.tensorflow import prepare_dataset_shard  # noqa: E402
 
 

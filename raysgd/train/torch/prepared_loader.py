@@ -22,8 +22,8 @@ from raysgd.data.source import BatchSource, declared_replica, once
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loader_copies import clone, without_states
-from raysgd.torch.input.loading import why_not_partitioned, wrap_loader
 from raysgd.torch.input.orders import is_plain_shuffle, makes_own_batches
+from raysgd.torch.input.sources import why_not_partitioned, wrap_loader
 
 logger = logging.getLogger(__name__)
 

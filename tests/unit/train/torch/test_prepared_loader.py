@@ -17,7 +17,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from raysgd.train.torch.loading import PreparedLoader
+from raysgd.train.torch.prepared_loader import PreparedLoader
 from tests.operators import Streamed, on_gpu
 
 

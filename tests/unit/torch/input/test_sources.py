@@ -30,7 +30,7 @@ from raysgd.data.source import BatchSource
 from raysgd.errors import CheckpointError
 from raysgd.torch.input import orders
 from raysgd.torch.input.loader_copies import without_states
-from raysgd.torch.input.loading import wrap_loader
+from raysgd.torch.input.sources import wrap_loader
 from tests.conftest import wait_until
 from tests.ledger import Ids
 from tests.operators import Streamed
