@@ -7,19 +7,21 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from raysgd._internal.progress import Bar
 from raysgd._internal.values import jsonable, numbers_in
 from raysgd.elastic.events import Event
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
+if TYPE_CHECKING:
+    from raysgd.trainer.base import OperatorTrainer
+
 logger = logging.getLogger(__name__)
 
 _COUNTS, _MAX_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
-Trainer = Any
-"""An `OperatorTrainer`, whose module imports this one."""
+Trainer: TypeAlias = "OperatorTrainer"  # its module imports this one
 
 
 class LastCall(NamedTuple):
@@ -165,6 +167,7 @@ class LoggerCallback(Callback):
         """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        assert trainer.last_call is not None
         self.log(trainer, trainer.last_call, metrics)
 
     on_steps_end = on_validation_end = on_epoch_end
@@ -175,9 +178,9 @@ class LoggerCallback(Callback):
 
 def logdir_of(trainer: Trainer) -> Path:
     """Return the run folder of a trainer that has one, because of `needs_logdir`."""
-    folder: Path = trainer.logdir
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    assert trainer.logdir is not None
+    trainer.logdir.mkdir(parents=True, exist_ok=True)
+    return trainer.logdir
 
 
 def complete_last_line(path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.base import Callback, Trainer, read_lines
+from raysgd.callbacks.base import Callback, Trainer, logdir_of, read_lines
 
 Record = dict[str, Any]
 
@@ -59,7 +59,7 @@ class RunReport(Callback):
 
     def on_train_end(self, trainer: Trainer) -> None:
         try:
-            make_report(trainer.logdir)
+            make_report(logdir_of(trainer))
         except (OSError, ValueError) as error:
             logger.warning(
                 "Could not write report.html: %s To write it later, run: raysgd report %s",
