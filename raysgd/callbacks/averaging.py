@@ -65,10 +65,9 @@ class SWA(_WeightAveraging):
 
 def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> None:
     """Let the operator average its weights. Runs on the worker."""
-    features = getattr(operator, "_update_features", None)
-    if features is None:
+    if not hasattr(operator, "_start_averaging"):
         raise NotImplementedError(
             f"{name} averages only the weights of PyTorch models. With Keras, create the optimizer "
             "with use_ema=True."
         )
-    features.averaging.start(decay, start_epoch)
+    operator._start_averaging(decay, start_epoch)

@@ -86,6 +86,7 @@ class TrainingOperator(OperatorBase):
         lambda self: self._train_state.settings.options.use_fp16 == "apex",
         "Whether NVIDIA Apex provides mixed precision.",
     )
+    _start_averaging: Callable[..., None] = forward_to("_update_features.averaging.start")
     scheduler_step_freq: str | None = forward_to(
         "_train_state.registered.scheduler_step_freq",
         'When schedulers step: "batch", "epoch", "manual", or None.',

@@ -192,10 +192,12 @@ class StepChecks(UpdateFeature):
         watched = self._registered.optimizers if is_watched else ()
         self._watched = {id(each): Versions(partial(_gradients_of, each)) for each in watched}
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients of an optimizer, so that user code may change them."""
-        self._precision.unscale(optimizer)
-        self._watched.pop(id(optimizer), None)
+    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Unscale gradients for user code. Return False before the last micro-batch."""
+        if self._update.in_last_micro_batch:
+            self._precision.unscale(optimizer)
+            self._watched.pop(id(optimizer), None)
+        return self._update.in_last_micro_batch
 
     def _have_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether user code has changed gradients since a loss, for example by clipping.

@@ -221,8 +221,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         module.on_before_backward(loss)
         self.backward(loss, num_samples=count)
         module.on_after_backward()
-        if self._train_state.update.in_last_micro_batch:
-            self._update_features.checks.unscale(self.optimizer)
+        if self._update_features.checks.unscale(self.optimizer):
             module.on_before_optimizer_step(self.optimizer)
         if self.optimizer_step(self.optimizer):
             module.on_before_zero_grad(self.optimizer)
