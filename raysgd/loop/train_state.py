@@ -105,7 +105,7 @@ class TrainState(ABC):
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
         if source_position := self.data.training_source.position(self.epoch, self.offset):
-            # The key of old checkpoints, in which only streams had such a position.
+            # In older versions, only streams had a position. Their key stays in checkpoints.
             position["stream"] = source_position
         return position
 
