@@ -40,14 +40,14 @@ def round_batch(size: Any, num_parts: int, argument: str = "num_workers") -> int
             f"config[BATCH_SIZE]={size} is smaller than {argument}={num_parts}. Each needs at "
             "least one sample of a global batch."
         )
-    share = size // num_parts
+    part = size // num_parts
     if size % num_parts:
         warnings.warn(
             f"config[BATCH_SIZE]={size} is not a multiple of {argument}={num_parts}. The global "
-            f"batch is {share * num_parts}, {share} for each.",
+            f"batch is {part * num_parts}, {part} for each.",
             stacklevel=5,  # the line that creates the trainer
         )
-    return share * num_parts
+    return part * num_parts
 
 
 def worker_config(config: Mapping[str, Any], num_parts: int, copies: bool = True) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class ProgressBar(Callback):
         self._before: Sequence[Totals] = ()
         """What the workers had measured when the call began."""
         self._slow: Mapping[str, str] = {}
-        """The phase that takes longest, and its share, unless it is computing."""
+        """The phase that takes longest, and its fraction, unless it is computing."""
         self._logs_above = contextlib.ExitStack()
 
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Bar]) -> None:

@@ -161,7 +161,7 @@ class RunLog:
         return [call for call in self.calls if call["kind"] == kind]
 
     def goodput(self) -> float:
-        """Return the share of the time of trainers that went into committed steps, from 0 to 1.
+        """Return the fraction of the time of trainers that went into committed steps, from 0 to 1.
 
         Each committed step counts with the mean seconds per step of its call, without saving.
         Failures, repeated steps, and the time between two trainers do not count.

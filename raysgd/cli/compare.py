@@ -11,7 +11,7 @@ from raysgd.callbacks.report import RunLog, explain_log_errors
 
 _MIN_MS = 0.005
 _MIN_FRACTION, _MIN_FRACTION_OF_ONE = 0.05, 0.2
-"""Share of a step below which no change counts; the second if a run has one measurement."""
+"""Fraction of a step below which no change counts; the second if a run has one measurement."""
 
 
 def compare(before: Path, after: Path) -> str:

@@ -18,7 +18,7 @@ _MIN_STEP_S = 0.002
 _MIN_FRACTIONS = {"save": 0.2, "data": 0.3, "copy": 0.3, "other": 0.15, "wait": 0.6}
 """Fractions of the time from which a phase of all workers is worth a sentence."""
 _STRAGGLER_FRACTION = 0.2
-"""Share of a step that a slow worker must cost the others."""
+"""Fraction of a step that a slow worker must cost the others."""
 _LINK_FACTOR = 3.0
 """Factor by which a connection must be slower than the others."""
 

@@ -40,7 +40,7 @@ class OperatorBase:
         self._config = dict(config)
 
     config: dict[str, Any] = forward_to(
-        "_config", "The trainer's config; ``config[BATCH_SIZE]`` is this worker's share."
+        "_config", "The trainer's config; ``config[BATCH_SIZE]`` is this worker's part."
     )
     world_rank: int = forward_to(
         "_train_state.context.world_rank", "Rank of this worker among all workers."

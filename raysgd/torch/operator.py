@@ -238,10 +238,10 @@ class TrainingOperator(OperatorBase):
         """Evaluate one batch, and store the output in ``batch_info["output"]``.
 
         Returns:
-            ``val_loss`` and ``num_samples``. ``val_accuracy``, the share of positions whose argmax
-            along dimension 1 equals the target, without negative and ignored targets, if the output
-            is (batch, classes, ...) and the target holds class indices of shape (batch, ...) or
-            (batch, 1, ...).
+            ``val_loss`` and ``num_samples``. ``val_accuracy``, the fraction of positions whose
+            argmax along dimension 1 equals the target, without negative and ignored targets, if the
+            output is (batch, classes, ...) and the target holds class indices of shape (batch, ...)
+            or (batch, 1, ...).
         """
         model, batch = self._default("model"), self.to_device(batch)
         read = read_batch(batch, model)

@@ -47,7 +47,7 @@ class Guard:
 
     every: int = 500
     """Steps between two complete comparisons. With gradient accumulation, this counts updates.
-    After a call with fewer steps, workers compare small tensors, and a share of large tensors."""
+    After a call with fewer steps, workers compare small tensors, and a part of large tensors."""
 
     def __post_init__(self) -> None:
         set_fields(self, every=as_int("Guard", "every", self.every, 1))

@@ -48,9 +48,9 @@ class ReplicaGuard(UpdateFeature):
     """Compares digests of `ReplicaContents` between the workers.
 
     A complete comparison precedes a call that follows a join or a change, and repeats every
-    ``Guard.every`` steps. After a call of fewer steps, workers read only their share of each large
+    ``Guard.every`` steps. After a call of fewer steps, workers read only their part of each large
     tensor. A digest reads memory once, and a step does so several times. Therefore comparisons take
-    a small share of the time for all models.
+    a small fraction of the time for all models.
     """
 
     def __init__(

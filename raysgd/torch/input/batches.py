@@ -242,7 +242,7 @@ def has_masked_labels(batch: Any) -> bool:
 
 
 def accuracy_of(output: Any, target: Any, ignored: int) -> torch.Tensor | Sums | None:
-    """Return the share of positions whose argmax along dimension 1 equals the target.
+    """Return the fraction of positions whose argmax along dimension 1 equals the target.
 
     Targets that are `ignored` or negative do not count. None if the output is not (batch, classes,
     ...), or the target does not hold class indices.

@@ -209,8 +209,8 @@ class BackwardPasses:
     def _complete_averages(self, missing: Sequence[torch.nn.Parameter]) -> None:
         """Complete the averages that other workers wait for, if a loss does not use parameters.
 
-        Without gradients on all workers, parameters have none afterwards. Therefore the share of a
-        worker without a gradient is -0.0, which is the sum only of such shares.
+        Without gradients on all workers, parameters have none afterwards. Therefore the term of a
+        worker without a gradient is -0.0, which is the sum only of such terms.
         """
         self.is_prepared = False
         try:

@@ -36,7 +36,7 @@ class _Accelerator:
         self.precision = PRECISIONS[amp](get_device(), None)
         self.optimizers: list[Optimizer] = []
         self.stepping: Optimizer | None = None
-        self.share = 1.0
+        self.loss_weight = 1.0
         """Weight of the current batch's loss in the mean over the workers."""
 
 
@@ -211,7 +211,7 @@ def prepare_data_loader(
         splits=add_dist_sampler,
         full_size=context.plan.full_size,
         shares=context.worker.shares,
-        weigh=functools.partial(setattr, accelerator, "share"),
+        weigh=functools.partial(setattr, accelerator, "loss_weight"),
         num_collectives=num_collectives,
     )
 
@@ -251,8 +251,8 @@ def backward(tensor: torch.Tensor) -> None:
     step differ in size, this weights the loss by the size of this worker's batch.
     """
     accelerator = _accelerator()
-    share = accelerator.share
-    accelerator.precision.backward(tensor if share == 1.0 else tensor * share, True)
+    weight = accelerator.loss_weight
+    accelerator.precision.backward(tensor if weight == 1.0 else tensor * weight, True)
 
 
 def enable_reproducibility(seed: int = 0) -> None:
