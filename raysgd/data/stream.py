@@ -313,9 +313,9 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
         self.shuffles = any(stream.shuffles for stream in streams)
         self._starts: list[int] = []  # numbers of samples at which the set of streams changes
         self._patterns: list[tuple[list[int], np.ndarray[Any, Any]]] = []
-        self._plan(np.asarray(weights, float))
+        self._find_ends(np.asarray(weights, float))
 
-    def _plan(self, weights: np.ndarray[Any, Any]) -> None:
+    def _find_ends(self, weights: np.ndarray[Any, Any]) -> None:
         """Find out where streams end. From there on, the others share their weight."""
         taken = [0] * len(self._streams)
         while any(left := [len(each) - n for each, n in zip(self._streams, taken, strict=True)]):

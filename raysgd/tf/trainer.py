@@ -119,7 +119,7 @@ class TFTrainer(OperatorTrainer):
             use_tqdm=use_tqdm or verbose,
             splits_batches=has_creators,
         )
-        self._plan = fit_plan(options.config) if has_creators else None
+        self._limits = fit_limits(options.config) if has_creators else None
         super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
 
     def train(  # type: ignore[override]  # without data sets of raysgd
@@ -138,10 +138,10 @@ class TFTrainer(OperatorTrainer):
         """
         arguments = (profile, reduce_results, max_retries, info)
         counts_epochs = self._fit_loop.running.num_epochs not in (None, sys.maxsize)
-        if self._plan is None or num_steps is not None or counts_epochs:
+        if self._limits is None or num_steps is not None or counts_epochs:
             return super().train(num_steps, *arguments)
-        for _ in range(self._plan["epochs"] or 1):
-            result = super().train(self._plan["steps_per_epoch"], *arguments)
+        for _ in range(self._limits["epochs"] or 1):
+            result = super().train(self._limits["steps_per_epoch"], *arguments)
             if self.global_step == self._fit_loop.running.max_steps:
                 break
         return result
@@ -158,9 +158,9 @@ class TFTrainer(OperatorTrainer):
         With creator functions, evaluate ``evaluate_config["steps"]`` steps, and name metrics
         ``validation_<name>``.
         """
-        if self._plan is None:
+        if self._limits is None:
             return super().validate(num_steps, profile, reduce_results, info)
-        steps = self._plan["steps"] if num_steps is None else num_steps
+        steps = self._limits["steps"] if num_steps is None else num_steps
         result = super().validate(steps, profile, reduce_results, info)
         return use_old_names(result) if reduce_results else [use_old_names(each) for each in result]
 
@@ -235,9 +235,9 @@ def number_of_workers(num_workers: int | None, num_replicas: int | None) -> int:
     return 1 if number is None else number
 
 
-def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
+def fit_limits(config: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the numbers of epochs and steps in ``fit_config`` and ``evaluate_config``."""
-    plan: dict[str, int | None] = {}
+    limits: dict[str, int | None] = {}
     for name, known in _KEYS.items():
         settings = as_dict("config", name, config.get(name))
         if unknown := [key for key in settings if key not in known]:
@@ -249,8 +249,8 @@ def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
         for key in ("epochs", "steps_per_epoch", "steps"):
             if key in known:
                 count = settings.get(key)
-                plan[key] = None if count is None else as_int(name, key, count, lowest=1)
-    return plan
+                limits[key] = None if count is None else as_int(name, key, count, lowest=1)
+    return limits
 
 
 def use_old_names(metrics: Mapping[str, Any]) -> dict[str, Any]:

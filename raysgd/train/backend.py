@@ -42,7 +42,7 @@ from raysgd.train.report_queue import Growth, TrainingResult, check_in_step
 from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
-from raysgd.train.worker_session import RunPlan
+from raysgd.train.worker_session import RunSpec
 
 __all__ = [
     "Backend",
@@ -62,7 +62,7 @@ class _Run:
     """The training function that is running."""
 
     controller: Controller
-    plan: RunPlan
+    spec: RunSpec
     """The function, and the checkpoint that it starts from."""
     datasets: Datasets
     call: Call
@@ -85,7 +85,7 @@ class _Run:
         except WorkerLostError as error:
             # If only the connection is lost, kill the process. The next call restarts it.
             self.controller.members[error.rank].kill_process()
-        self.send(LoadRequest(state={"plan": self.plan}))
+        self.send(LoadRequest(state={"spec": self.spec}))
 
 
 class BackendExecutor:
@@ -251,7 +251,7 @@ class BackendExecutor:
         elif checkpoint is not None:
             checkpoints.blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
         keeps_batch = self._elastic.global_batch == "keep"
-        plan = RunPlan(
+        spec = RunSpec(
             uuid.uuid4().hex,
             pickle_function(train_func),
             checkpoints.blob,
@@ -266,10 +266,10 @@ class BackendExecutor:
         # From here on there is a run, and a failure must end it.
         self._earlier, self.checkpoints = self._saved, checkpoints
         call = Call(method="run", max_failures=self._max_failures)
-        self._run = run = _Run(controller, plan, datasets, call)
+        self._run = run = _Run(controller, spec, datasets, call)
         with self.abort_on_error():
-            # Each restart reads the plan of that time: see LoadRequest in `FunctionRunner.handle`.
-            controller.snapshots.replace_with(lambda: {"plan": run.plan})
+            # Each restart reads the spec of that time: see LoadRequest in `FunctionRunner.handle`.
+            controller.snapshots.replace_with(lambda: {"spec": run.spec})
             self._await_idle_workers(controller)
             run.begin()
 
@@ -286,9 +286,9 @@ class BackendExecutor:
                 check_in_step(results)
                 number = results[0].iteration
                 if self.checkpoints.save(results):
-                    run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=number)
+                    run.spec = replace(run.spec, checkpoint=self.checkpoints.blob, iteration=number)
                 if run.growth.observe(results[0]):
-                    run.plan = replace(run.plan, iteration=number)
+                    run.spec = replace(run.spec, iteration=number)
                     run.controller.grow()
                 if results[0].kind == "end":
                     run.values = [result.value for result in results]

@@ -18,7 +18,7 @@ from raysgd.train import session
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue
-from raysgd.train.worker_session import RunPlan, Session, process_state, worker_context
+from raysgd.train.worker_session import RunSpec, Session, process_state, worker_context
 
 _INTEGRATIONS = ("ray.air.integrations.mlflow", "ray.air.integrations.wandb")
 
@@ -37,7 +37,7 @@ class EndRunRequest(Request):
 class FunctionRunner(Runner):
     """Runs one training function. `Runner` documents which thread calls which method.
 
-    A `LoadRequest` brings its plan, also after a restart.
+    A `LoadRequest` brings its spec, also after a restart.
 
     `share_gpus` lets each worker see the GPUs of all workers on its node. In the driver's
     environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
@@ -45,7 +45,7 @@ class FunctionRunner(Runner):
 
     def __init__(self, share_gpus: bool) -> None:
         self._share_gpus = env_flag(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, share_gpus)
-        self._plan: RunPlan | None = None
+        self._spec: RunSpec | None = None
         self._session: Session | None = None  # None until the function has started
 
     # ---- lifecycle
@@ -63,7 +63,7 @@ class FunctionRunner(Runner):
 
     def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
         self.setup(context)
-        self._plan = self._session = None
+        self._spec = self._session = None
 
     def teardown(self) -> None:
         self.set_interrupted(True)
@@ -91,9 +91,9 @@ class FunctionRunner(Runner):
         match request:
             case NextResultRequest():
                 if self._session is None:
-                    if self._plan is None:
+                    if self._spec is None:
                         raise RuntimeError("This worker has no function to run.")
-                    self._session = Session(self._plan, ReportQueue())
+                    self._session = Session(self._spec, ReportQueue())
                     self._session.thread.start()
                 return self._session.report_queue.get()
             case EndRunRequest():
@@ -103,7 +103,7 @@ class FunctionRunner(Runner):
             case ApplyRequest(function=function):
                 return function()
             case LoadRequest(state=state):
-                self._plan, self._session = state["plan"], None
+                self._spec, self._session = state["spec"], None
             case _:
                 raise NotImplementedError(f"Training functions do not support {request.name}.")
 

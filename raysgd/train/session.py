@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.worker_session import RunPlan, Session, process_state, worker_context
+from raysgd.train.worker_session import RunSpec, Session, process_state, worker_context
 
 _WARNED: set[str] = set()
 
@@ -140,7 +140,7 @@ class TrainContext:
     """This worker's ranks and run. Outside of a worker, methods answer as for a single worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
-    plan: RunPlan = field(default_factory=RunPlan)
+    spec: RunSpec = field(default_factory=RunSpec)
 
     def get_world_size(self) -> int:
         """Return the number of workers."""
@@ -172,27 +172,27 @@ class TrainContext:
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the trainer's ``metadata``."""
-        return dict(self.plan.metadata)
+        return dict(self.spec.metadata)
 
     def get_experiment_name(self) -> str:
         """Return the name of the run or the trial."""
-        return self.plan.name
+        return self.spec.name
 
     get_trial_name = get_experiment_name
 
     def get_trial_id(self) -> str:
         """Return the unique ID of the run."""
-        return self.plan.run_id
+        return self.spec.run_id
 
     def get_trial_dir(self) -> str:
         """Return the folder of the run on the driver; empty in a trial of Tune."""
-        return self.plan.folder
+        return self.spec.folder
 
 
 def get_context() -> TrainContext:
     """Return this worker's context; outside of a worker, the context of a single worker."""
-    plan = RunPlan() if process_state.session is None else process_state.session.plan
-    return TrainContext(worker_context(), plan)
+    spec = RunSpec() if process_state.session is None else process_state.session.spec
+    return TrainContext(worker_context(), spec)
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class RunSpec:
     """Everything that a worker needs to run a function. A restart replaces the checkpoint."""
 
     run_id: str = ""
@@ -54,11 +54,11 @@ class RunPlan:
 class Session:
     """One run of a training function in this process."""
 
-    def __init__(self, plan: RunPlan, report_queue: ReportQueue) -> None:
-        self.plan = plan
+    def __init__(self, spec: RunSpec, report_queue: ReportQueue) -> None:
+        self.spec = spec
         self.report_queue = report_queue
-        self.iteration = plan.iteration
-        self._checkpoint = plan.checkpoint
+        self.iteration = spec.iteration
+        self._checkpoint = spec.checkpoint
         self._newest_arrays: Finiteness | None = None
         """The arrays of the newest checkpoint. None if nothing has read it."""
         self._pid = os.getpid()
@@ -71,7 +71,7 @@ class Session:
             if (state := sys.modules.get("accelerate.state")) is not None:
                 state.AcceleratorState._reset_state(True)  # a run may use another precision
             before = num_collectives()
-            value = pickle.loads(self.plan.function)()
+            value = pickle.loads(self.spec.function)()
             context = worker_context()
             has_communicated = before is None or num_collectives() != before
             if context.world_size > 1 and context.world_rank == 0 and not has_communicated:
@@ -101,8 +101,8 @@ class Session:
             constants.TIMESTAMP: int(time.time()),
             constants.TRAINING_ITERATION: self.iteration,
         }
-        if self.plan.encode is not None:
-            encoded = self.plan.encode(encoded)
+        if self.spec.encode is not None:
+            encoded = self.spec.encode(encoded)
         content = _pack_report(encoded)
         self._reported_at = now
         if checkpoint is None:
@@ -139,13 +139,13 @@ class Session:
         arrays, blob = finiteness(checkpoint), None
         not_finite = self._find_nonfinite(arrays)
         if checkpoint is not None and not not_finite:
-            if self.plan.metadata:
+            if self.spec.metadata:
                 described = Checkpoint(checkpoint)
-                described.set_metadata({**self.plan.metadata, **described.get_metadata()})
+                described.set_metadata({**self.spec.metadata, **described.get_metadata()})
                 checkpoint = described.to_dict()
             blob = own = _pickle(checkpoint)
-            if self.plan.encode is not None:
-                blob = _pickle(self.plan.encode(checkpoint))
+            if self.spec.encode is not None:
+                blob = _pickle(self.spec.encode(checkpoint))
             self._checkpoint, self._newest_arrays = own, arrays
         self.report_queue.put(
             TrainingResult(

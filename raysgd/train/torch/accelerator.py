@@ -209,7 +209,7 @@ def prepare_data_loader(
         ahead=auto_transfer,
         seed=seed,
         splits=add_dist_sampler,
-        full_size=context.plan.full_size,
+        full_size=context.spec.full_size,
         shares=context.worker.shares,
         weigh=functools.partial(setattr, accelerator, "loss_weight"),
         num_collectives=num_collectives,

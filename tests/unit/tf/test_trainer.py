@@ -12,7 +12,7 @@ from raysgd._internal import step_timing
 from raysgd.callbacks import EMA
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.tf import TrainingOperator
-from raysgd.tf.trainer import fit_plan
+from raysgd.tf.trainer import fit_limits
 from tests.tf_operators import Digits, digits, make_model
 
 tf = pytest.importorskip("tensorflow")
@@ -157,7 +157,7 @@ def test_fit_refuses_to_count_epochs_of_endless_data_of_creator_functions():
 )
 def test_wrong_fit_configs_are_errors(config, error, text):
     with pytest.raises(error, match=text):
-        fit_plan(config)
+        fit_limits(config)
 
 
 def make_trainable(value):

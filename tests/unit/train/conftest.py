@@ -3,7 +3,7 @@
 import pytest
 
 from raysgd._internal.context import WorkerContext
-from raysgd.train.worker_session import RunPlan, Session, process_state
+from raysgd.train.worker_session import RunSpec, Session, process_state
 
 
 class FakeQueue:
@@ -23,7 +23,7 @@ def run():
     def enter(rank=0, size=2, shards=None, **planned):
         process_state.context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
         queue = FakeQueue()
-        process_state.session = Session(RunPlan("one", b"", **planned), queue)
+        process_state.session = Session(RunSpec("one", b"", **planned), queue)
         process_state.datasets, process_state.accelerator, process_state.seed = shards, None, None
         return queue
 

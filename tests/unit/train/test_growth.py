@@ -8,7 +8,7 @@ from raysgd.elastic.call import Call
 from raysgd.train.backend import BackendConfig, BackendExecutor, _Run
 from raysgd.train.datasets import Datasets
 from raysgd.train.report_queue import Growth, TrainingResult
-from raysgd.train.worker_session import RunPlan
+from raysgd.train.worker_session import RunSpec
 
 TURNS = {
     "S": TrainingResult("checkpoint", checkpoint=b"", has_checkpoint=True),
@@ -53,10 +53,10 @@ def test_after_a_loss_between_a_checkpoint_and_its_report_growth_waits_for_the_n
 
     executor._workers = executor._controller = SimpleNamespace(
         check_process=lambda: None,
-        grow=lambda: iterations.append(executor._run.plan.iteration),
+        grow=lambda: iterations.append(executor._run.spec.iteration),
         members=[],
         run=run,
     )
-    executor._run = _Run(executor._controller, RunPlan(), Datasets(None), Call())
+    executor._run = _Run(executor._controller, RunSpec(), Datasets(None), Call())
     executor.finish_training()
     assert iterations == [1]  # the report counts

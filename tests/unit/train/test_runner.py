@@ -17,7 +17,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train import runner, worker_session
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
-from raysgd.train.worker_session import RunPlan
+from raysgd.train.worker_session import RunSpec
 
 
 class Worker:
@@ -28,8 +28,8 @@ class Worker:
         self.runner.setup(WorkerContext(world_rank=rank, world_size=2))
 
     def begin(self, function, run="one"):
-        plan = RunPlan(run, cloudpickle.dumps(function))
-        self.runner.handle(LoadRequest(state={"plan": plan}))
+        spec = RunSpec(run, cloudpickle.dumps(function))
+        self.runner.handle(LoadRequest(state={"spec": spec}))
 
     def next(self):
         return self.runner.handle(NextResultRequest())
@@ -143,7 +143,7 @@ def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
 def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
     worker = make_worker()
     function, checkpoint = cloudpickle.dumps(train.load_checkpoint), cloudpickle.dumps({"step": 3})
-    worker.runner.handle(LoadRequest(state={"plan": RunPlan("one", function, checkpoint)}))
+    worker.runner.handle(LoadRequest(state={"spec": RunSpec("one", function, checkpoint)}))
     assert worker.next().value == {"step": 3}
 
 

@@ -10,7 +10,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.torch import TorchConfig
-from raysgd.train.worker_session import RunPlan
+from raysgd.train.worker_session import RunSpec
 
 VARIABLES = (
     "ACCELERATE_USE_CPU",
@@ -59,7 +59,7 @@ def test_workers_that_never_communicate_cause_a_warning(caplog, function, warns)
         # a group of one counts the collectives of a worker of two
         transport.setup(WorkerContext(distributed=True), transport.prepare(["127.0.0.1"]))
         runner.setup(WorkerContext(world_size=2))
-        runner.handle(LoadRequest(state={"plan": RunPlan("run", cloudpickle.dumps(function))}))
+        runner.handle(LoadRequest(state={"spec": RunSpec("run", cloudpickle.dumps(function))}))
         assert runner.handle(NextResultRequest()).kind == "end"
         assert ("2 workers, and they never communicated" in caplog.text) == warns
     finally:
