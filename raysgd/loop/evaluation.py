@@ -11,7 +11,7 @@ from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import describe, preserving
 from raysgd.data.source import BatchSource
-from raysgd.loop.call_progress import CallProgress
+from raysgd.loop.call_record import CallRecord
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase, as_metrics
 from raysgd.loop.requests import ValidateRequest
@@ -22,9 +22,9 @@ class Evaluation:
     """Runs ``validate`` and ``predict``, and adds metrics to the results of the call."""
 
     def __init__(
-        self, operator: OperatorBase, control: LoopControl, call_progress: CallProgress
+        self, operator: OperatorBase, control: LoopControl, call_record: CallRecord
     ) -> None:
-        self._operator, self._control, self._call_progress = operator, control, call_progress
+        self._operator, self._control, self._call_record = operator, control, call_record
         self._train_state = operator._train_state
         self.batches: _EvaluationBatches | None = None
 
@@ -33,13 +33,13 @@ class Evaluation:
 
         A repeated call begins at the same offset. A loader in the request is read from the start.
         """
-        train_state, call_progress = self._train_state, self._call_progress
-        call_progress.begin(request.call_number)
+        train_state, call_record = self._train_state, self._call_record
+        call_record.begin(request.call_number)
         train_state.timers.enabled = request.profile
-        start = call_progress.state.last_validation
+        start = call_record.state.last_validation
         if start is None or start[0] != request.call_number:
             offset = 0 if request.from_start else train_state.position.validation_offset
-            start = call_progress.state.last_validation = request.call_number, offset
+            start = call_record.state.last_validation = request.call_number, offset
         source = train_state.data.lazy_source("validation")
         if request.loader is not None:
             source = self._source_of(request.loader)
@@ -49,7 +49,7 @@ class Evaluation:
         else:
             source.close_workers()
         self.batches = None
-        return call_progress.result()
+        return call_record.result()
 
     def _evaluate(self, source: BatchSource, offset: int, request: ValidateRequest) -> int:
         """Evaluate the steps of a request, and return the next offset."""
@@ -75,7 +75,7 @@ class Evaluation:
             self._compare_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
-            self._call_progress.own_segments.append((train_state.global_step, metrics))
+            self._call_record.own_segments.append((train_state.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
             taken = limit
             if taken is None or left_in_epoch is None:
@@ -144,7 +144,7 @@ class Evaluation:
         if isinstance(source.loader, Iterator):
             return None
         with (
-            preserving(self._call_progress),
+            preserving(self._call_record),
             preserving(self),
             train_state.restoring_state(self._operator),
         ):

@@ -28,7 +28,7 @@ from typing import Any
 
 from raysgd._internal.context import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
-from raysgd.loop.call_progress import CallProgress
+from raysgd.loop.call_record import CallRecord
 from raysgd.loop.evaluation import Evaluation, check_same_samples, no_batch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
@@ -66,8 +66,8 @@ class Loop:
         self._rank_with_fewest: int | None = None
         self._next_log_step: int | None = None  # step that ends a segment, so that it is logged
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
-        self.call_progress = CallProgress(self.train_state)
-        self.evaluation = Evaluation(operator, control, self.call_progress)
+        self.call_record = CallRecord(self.train_state)
+        self.evaluation = Evaluation(operator, control, self.call_record)
         self.snapshots = Snapshots(self.train_state, read_snapshot)
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
@@ -85,7 +85,7 @@ class Loop:
             if step >= self.control.driver_pause_step:
                 raise PausedError
             if step <= request.start_step:
-                self.call_progress.clear()
+                self.call_record.clear()
             self._train_segment(limit, request)
             self._add_due_point(request)
         offset = train_state.offset
@@ -98,7 +98,7 @@ class Loop:
         if train_state.context.distributed:
             for feature in train_state.features:
                 feature.sync_buffers()
-        return self.call_progress.result()
+        return self.call_record.result()
 
     def _begin_call(self, request: TrainRequest) -> None:
         train_state = self.train_state
@@ -107,8 +107,8 @@ class Loop:
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=request.log_every is not None)
-        if self.call_progress.state.call_number != request.call_number:
-            self.call_progress.begin(request.call_number)
+        if self.call_record.state.call_number != request.call_number:
+            self.call_record.begin(request.call_number)
         if request.split:
             train_state.micro_batching.increase_split(request.split)
         train_state.timers.enabled = request.profile
@@ -126,9 +126,9 @@ class Loop:
         start, step = request.start_step, self.train_state.global_step
         self._next_log_step = None
         if (every := request.log_every) is not None:
-            newest = max(self.call_progress.state.last_log_step, start)
+            newest = max(self.call_record.state.last_log_step, start)
             if step >= (newest // every + 1) * every:
-                self.call_progress.add_point()
+                self.call_record.add_point()
             self._next_log_step = (max(step, start) // every + 1) * every
 
     def _next_limit(self, request: TrainRequest) -> int | None:
@@ -137,7 +137,7 @@ class Loop:
         Steps that were done before the call have their own segment.
         """
         step, until = self.train_state.global_step, request.until_step
-        call, epochs = self.call_progress.state, request.until_epoch
+        call, epochs = self.call_record.state, request.until_epoch
         if epochs is not None and self.train_state.epoch >= epochs + call.extra_epochs:
             return 0
         if call.ended_early or (until is not None and step >= until):
@@ -167,20 +167,20 @@ class Loop:
             raise
         metrics = as_metrics(operator.train_epoch, result)
         if segment.num_steps or not segment.was_read:
-            self.call_progress.add(segment.start_step, with_weight(metrics, segment.num_steps or 1))
+            self.call_record.add(segment.start_step, with_weight(metrics, segment.num_steps or 1))
         if not segment.was_read:  # the loop has its own batches, and may have counted them
             train_state.position.global_step = max(segment.start_step, int(operator.global_step))
         if train_state.global_step == segment.start_step and not segment.has_paused:
             self._handle_empty_segment(segment, request.until_epoch or 0)
         train_state.end_segment()
-        self.call_progress.state.has_paused = segment.has_paused
+        self.call_record.state.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
             segment.source.rest = None
             train_state.end_epoch()
 
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
-        train_state, call = self.train_state, self.call_progress.state
+        train_state, call = self.train_state, self.call_record.state
         if train_state.global_step >= request.start_step:
             call.began_at = request.start_step
         elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
@@ -247,14 +247,14 @@ class Loop:
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad:
-            self.call_progress.state.ended_early = True
+            self.call_record.state.ended_early = True
             self.train_state.segment.pause_step = 0  # a past step, so that the segment ends now
 
     def _end_failed_segment(self, segment: Segment) -> None:
-        """Save the progress and the metrics of a segment that raised."""
+        """Undo the update of a segment that raised, and record its metrics."""
         segment.end_after_error()
         if self.train_state.meters is not None:
-            self.call_progress.add(segment.start_step, self.train_state.meters.summary())
+            self.call_record.add(segment.start_step, self.train_state.meters.summary())
         self.train_state.end_segment()
 
     def _handle_empty_segment(self, segment: Segment, until_epoch: int) -> None:
@@ -266,10 +266,10 @@ class Loop:
             if segment.start_offset == 0:
                 raise no_batch("train", segment.source, self._rank_with_fewest)
             train_state = self.train_state
-            is_last = train_state.epoch + 1 >= until_epoch + self.call_progress.state.extra_epochs
-            if train_state.global_step == self.call_progress.state.began_at and is_last:
+            is_last = train_state.epoch + 1 >= until_epoch + self.call_record.state.extra_epochs
+            if train_state.global_step == self.call_record.state.began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
-                self.call_progress.state.extra_epochs += 1
+                self.call_record.state.extra_epochs += 1
         else:
             loop = f"{type(self.operator).__name__}.train_epoch"
             drew_none = f"{loop} drew no batch from its iterator"
@@ -282,12 +282,12 @@ class Loop:
 
     def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
-        progress = self.call_progress
-        if progress.state.call_number != call_number or not progress.own_segments:
+        record = self.call_record
+        if record.state.call_number != call_number or not record.own_segments:
             return None
         if self._next_log_step is not None:
-            progress.add_point(is_leaving=True)
-        return progress.result(is_leaving=True)
+            record.add_point(is_leaving=True)
+        return record.result(is_leaving=True)
 
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, then restore the state."""

@@ -26,7 +26,7 @@ from raysgd.elastic.call import (
     RestartStateRequest,
 )
 from raysgd.loop import requests
-from raysgd.loop.call_progress import MetricReader
+from raysgd.loop.call_record import MetricReader
 from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
@@ -87,7 +87,7 @@ class OperatorRunner(Runner, ABC):
         ``is_damaged``                    `Update`                              followers
         ``module_modes``                  `StateAccess.set_module_modes`        followers
         ``data``, ``global_step``         `TrainState.load_position`            all others
-        ``call``                          `CallProgress.continue_call`          all others
+        ``call``                          `CallRecord.continue_call`            all others
         ``batching``, ``fingerprint``     `DataSources`, after the hook         all others
                                           ``on_world_change``
         ================================  ====================================  ==========
@@ -113,7 +113,7 @@ class OperatorRunner(Runner, ABC):
         if is_leader:
             return None
         train_state.load_position(state["data"], state["global_step"])
-        loop.call_progress.continue_call(state["call"])
+        loop.call_record.continue_call(state["call"])
         return state
 
     def _small_entries(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class OperatorRunner(Runner, ABC):
             "global_step": train_state.global_step,
             "operator": self.operator.state_dict(),
             "data": train_state.saved_position(),
-            "call": dict(loop.call_progress.export()),
+            "call": dict(loop.call_record.export()),
             "batching": train_state.data.batching(),
             "module_modes": loop.state_access.module_modes(),
             "fingerprint": train_state.data.fingerprint(),
@@ -198,7 +198,7 @@ class OperatorRunner(Runner, ABC):
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
         source, snapshots = self._loop.source, self._loop.snapshots
-        call, timing = self._loop.call_progress, train_state.timing.totals
+        call, timing = self._loop.call_record, train_state.timing.totals
         num_copies = train_state.context.world_size if is_merged else 1
         position = progress.ReportedPosition(
             epoch=train_state.epoch,
@@ -369,7 +369,7 @@ class OperatorRunner(Runner, ABC):
             return models_last(state | loop.state_access.read())
         # Other batch sizes follow from the new number of workers.
         batching = {name: each for name, each in data.batching().items() if not each[1]}
-        state |= {"call": dict(loop.call_progress.export()), "batching": batching}
+        state |= {"call": dict(loop.call_record.export()), "batching": batching}
         state["module_modes"] = loop.state_access.module_modes()
         state |= loop.state_access.read()
         return models_last(loop.state_access.without_frozen(state, for_workers=True))
@@ -416,10 +416,10 @@ class OperatorRunner(Runner, ABC):
             state_access.load(state)
         train_state.update.is_damaged = False
         self._hosted_loop.restart_iteration()
-        self._hosted_loop.call_progress.state.last_validation = None
+        self._hosted_loop.call_record.state.last_validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
-            self._hosted_loop.call_progress.continue_call(state["call"])
+            self._hosted_loop.call_record.continue_call(state["call"])
             train_state.data.set_batch_size(state["batching"])
             state_access.set_module_modes(state["module_modes"])
         else:

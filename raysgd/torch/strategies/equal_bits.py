@@ -16,7 +16,7 @@ Elsewhere, code asks for what the mode changes, not for its name:
 - ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``update.has_fixed_parts``: an update needs copies, and ends with its commit (`Update`). Each
-  worker has the metrics of all (`CallProgress`, `OperatorRunner`), whose sums have a fixed order
+  worker has the metrics of all (`CallRecord`, `OperatorRunner`), whose sums have a fixed order
   (`BadStepFilter`, `TrainingOperator`). The total of losses (`LossWeights`). Errors for steps that
   cannot be made in parts (`StepChecks`).
 """

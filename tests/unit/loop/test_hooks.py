@@ -226,12 +226,12 @@ def test_metrics_of_a_call_so_far(make_trainer):
     assert loop.departure_metrics(0) is None
     request = TrainRequest(call_number=0, until_step=6, log_every=4)
     assert loop.train(dataclasses.replace(request, callback_pause_step=5)) is None
-    assert (loop.departure_metrics(1), len(loop.call_progress.release_points(-1))) == (None, 1)
+    assert (loop.departure_metrics(1), len(loop.call_record.release_points(-1))) == (None, 1)
     # all workers have these, so a leaving worker omits them
-    loop.call_progress.state.merged_segments = [(5, loop.call_progress.own_segments[0][1])]
+    loop.call_record.state.merged_segments = [(5, loop.call_record.own_segments[0][1])]
     whole = loop.departure_metrics(0)
     assert (whole["num_samples"], "lr" in whole) == (40, False)
-    point, rest = loop.call_progress.release_points(-1)
+    point, rest = loop.call_record.release_points(-1)
     assert (point.global_step, rest.global_step) == (4, 5)
     assert (point.reaches_log_step, rest.reaches_log_step) == (True, False)
     assert (point.metrics["num_samples"], rest.metrics["num_samples"]) == (32, 8)

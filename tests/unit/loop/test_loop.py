@@ -671,9 +671,9 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1, start_step=5)
     joining, _ = loop_of(Streaming)
-    joining.call_progress.continue_call(vars(loop.call_progress.state))
-    assert joining.call_progress.state == loop.call_progress.state
-    assert joining.call_progress.state.extra_epochs == 1
+    joining.call_record.continue_call(vars(loop.call_record.state))
+    assert joining.call_record.state == loop.call_record.state
+    assert joining.call_record.state.extra_epochs == 1
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):
@@ -745,7 +745,7 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
 def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_of):
     loop, operator = loop_of()
     train(loop, until_step=3)
-    snapshot = vars(dataclasses.replace(loop.call_progress.state))
+    snapshot = vars(dataclasses.replace(loop.call_record.state))
     operator.fail = pausing(loop, 6, at=4)
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)
@@ -757,7 +757,7 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     assert indices == [0, 1, 2, *range(6), *range(5, 9)]
     restarted, its_operator = loop_of()
     restarted.train_state.load_position({"epoch": 0, "offset": 8}, 1)
-    restarted.call_progress.continue_call(snapshot)
+    restarted.call_record.continue_call(snapshot)
     train(restarted, 1, until_step=5, start_step=3)
     assert [info["batch_idx"] for info in its_operator.infos] == [1, 2, 0, 1]
 

@@ -1,4 +1,4 @@
-"""The progress of a call on one worker, and its metrics so far."""
+"""What a worker records of a call: its state, and its metrics so far."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CallState:
     """Start step and metrics of all workers, for segments that merge them. Rank 0 returns them."""
 
 
-class CallProgress:
+class CallRecord:
     """The newest call, and the metrics of its segments."""
 
     def __init__(self, train_state: TrainState) -> None:
