@@ -192,14 +192,14 @@ def confusion_matrix(
 def mean_iou(confusion: torch.Tensor) -> float:
     """Return the mean intersection over union of the classes that occur or were predicted."""
     hit = confusion.diagonal()
-    return _mean_where(hit, confusion.sum(dim=0) + confusion.sum(dim=1) - hit)
+    return _mean_ratio(hit, confusion.sum(dim=0) + confusion.sum(dim=1) - hit)
 
 
 def macro_f1(confusion: torch.Tensor) -> float:
     """Return the mean F1, ``2 hits / (predicted + occurring)``, of the classes like `mean_iou`."""
-    return _mean_where(2 * confusion.diagonal(), confusion.sum(dim=0) + confusion.sum(dim=1))
+    return _mean_ratio(2 * confusion.diagonal(), confusion.sum(dim=0) + confusion.sum(dim=1))
 
 
-def _mean_where(part: torch.Tensor, whole: torch.Tensor) -> float:
-    there = whole > 0
-    return float((part[there].double() / whole[there].double()).mean())
+def _mean_ratio(numerators: torch.Tensor, denominators: torch.Tensor) -> float:
+    there = denominators > 0
+    return float((numerators[there].double() / denominators[there].double()).mean())

@@ -91,7 +91,7 @@ class ProcessStatus(NamedTuple):
 class Progress(NamedTuple):
     """Progress of a worker. Another thread reads it while the worker is busy.
 
-    The runner writes the parts. On the driver, each part has one reader, a module or a package.
+    The runner writes the fields. On the driver, each field has one reader, a module or a package.
     """
 
     position: ReportedPosition = ReportedPosition()
@@ -106,6 +106,6 @@ class Progress(NamedTuple):
         return _restore, tuple(map(tuple, self))  # much faster to pickle than seven classes
 
 
-def _restore(*parts: tuple[Any, ...]) -> Progress:
-    kinds: list[Any] = [type(part) for part in Progress()]
-    return Progress._make(kind(*part) for kind, part in zip(kinds, parts, strict=True))
+def _restore(*fields: tuple[Any, ...]) -> Progress:
+    kinds: list[Any] = [type(field) for field in Progress()]
+    return Progress._make(kind(*field) for kind, field in zip(kinds, fields, strict=True))

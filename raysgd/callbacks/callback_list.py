@@ -265,7 +265,7 @@ class CallbackList:
                     load_or_restore(entry.callback, _state_of(entry), state[key], path)
                 )
             yield
-        self._loaded = {key: part for key, part in state.items() if key not in claimed}
+        self._loaded = {key: own for key, own in state.items() if key not in claimed}
         self._detached = {}
 
     def _load(self, entries: Sequence[_AttachedCallback]) -> None:

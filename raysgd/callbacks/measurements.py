@@ -108,21 +108,21 @@ def _summary(operator: Any) -> str:
     lines = [_ROW.format("part", "type", "parameters", "trained", "size")]
     for number, model in enumerate(models):
         prefix = f"{number}." if len(models) > 1 else ""
-        for part, module in model.named_children():
+        for name, module in model.named_children():
             text = f"{type(module).__name__}({module.extra_repr()})".removesuffix("()")
             kind = textwrap.shorten(text, _WIDTH, placeholder="…")
-            lines.append(_row(f"{prefix}{part}", kind, [module]))
+            lines.append(_row(f"{prefix}{name}", kind, [module]))
     return "\n".join([*lines, _row("all", "", models)])
 
 
-def _row(part: str, kind: str, modules: Sequence[Any]) -> str:
+def _row(name: str, kind: str, modules: Sequence[Any]) -> str:
     parameters = [parameter for module in modules for parameter in module.parameters()]
     count = sum(p.numel() for p in parameters)
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     size = sum(p.nbytes for p in parameters)
     exponent, unit = (10, "KiB") if size < 2**20 else (20, "MiB")
     shown = f"{size / 2**exponent:.1f} {unit}"
-    return _ROW.format(part, kind, f"{count:,}", f"{num_trained:,}", shown)
+    return _ROW.format(name, kind, f"{count:,}", f"{num_trained:,}", shown)
 
 
 class TorchProfiler(Callback):

@@ -179,9 +179,9 @@ class ProgressBar(Callback):
         if shares and len(set(shares[0])) > 1:
             shown["shares"] = "/".join(f"{share:.2g}" for share in shares[0])
         if self._bar is None:
-            parts = [f"{num_done}/{total or '?'} batches"] if num_done else []
-            parts += [f"{name}={value}" for name, value in shown.items()]
-            _print(f"{label}: {', '.join(parts)}")
+            words = [f"{num_done}/{total or '?'} batches"] if num_done else []
+            words += [f"{name}={value}" for name, value in shown.items()]
+            _print(f"{label}: {', '.join(words)}")
             return
         if total is not None and total != self._bar.total:
             began = self._bar.start_t

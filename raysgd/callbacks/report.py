@@ -265,7 +265,7 @@ def _phases(log: RunLog) -> dict[str, list[Any]]:
             if top > base:
                 lines[phase].append((step, group[-1]["global_step"], base, top))
         step = group[-1]["global_step"]
-    return {name: parts for name, parts in lines.items() if parts}
+    return {name: stack for name, stack in lines.items() if stack}
 
 
 def _groups(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -312,8 +312,8 @@ def _metric_charts(log: RunLog) -> Iterator[str]:
 
 
 def _group_of(name: str) -> str:
-    for part, title in (("loss", "Loss"), ("acc", "Accuracy")):
-        if part in name:
+    for word, title in (("loss", "Loss"), ("acc", "Accuracy")):
+        if word in name:
             return title
     # Entries of one vector or dict share a chart: val_f1_0 and val_f1_1, profile/mean_fwd_s.
     whole = name.removeprefix("train_").removeprefix("val_").partition("/")[0]

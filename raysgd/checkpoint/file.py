@@ -98,8 +98,8 @@ def write_state(state: Mapping[str, Any], label: str, file: IO[bytes]) -> None:
         "optimizers": _without_tensors(state.get("optimizers")),
         "schedulers": state.get("schedulers"),
     }
-    for owner, part in checked.items():
-        if refused := _find_unloadable(part, "state_dict()"):
+    for owner, own in checked.items():
+        if refused := _find_unloadable(own, "state_dict()"):
             raise CheckpointError(
                 f"Cannot save to {label}: the result of state_dict() of the {owner} could not be "
                 f"loaded again: {refused}. {_ADVICE}"

@@ -251,16 +251,16 @@ def _request_group(
 def _no_room(
     when: str, bundle: Mapping[str, float], min_workers: int, num_workers: int
 ) -> InsufficientResourcesError:
-    parts = [f"No room {when}for {describe_demand(bundle, min_workers)}"]
+    sentences = [f"No room {when}for {describe_demand(bundle, min_workers)}"]
     if min_workers < num_workers:
-        parts.append(f"Training can start with that many of up to {_plural(num_workers)}.")
-    parts.append(
+        sentences.append(f"Training can start with that many of up to {_plural(num_workers)}.")
+    sentences.append(
         "Request less (num_workers, num_cpus_per_worker, use_gpu, resources_per_worker), or add "
         "nodes."
     )
     if when:
-        parts += [_ADVICE, WAIT_LONGER]
-    return InsufficientResourcesError(" ".join(parts))
+        sentences += [_ADVICE, WAIT_LONGER]
+    return InsufficientResourcesError(" ".join(sentences))
 
 
 def _reserve_within(
@@ -295,11 +295,11 @@ def _subtract(
     The name of a resource of the process, such as ``CPU_group_2_ID``, has the index of its bundle.
     """
     unused = [dict(bundle) for bundle in bundles]
-    for name, parts in held.items():
+    for name, amounts in held.items():
         # Ignore the resource ``bundle``, which may belong to another bundle.
         match = re.fullmatch(r"(?!bundle_)(.+)_group_(\d+)_[0-9a-f]+", name)
         if match is not None:
-            unused[int(match[2])][match[1]] -= sum(amount for _, amount in parts)
+            unused[int(match[2])][match[1]] -= sum(amount for _, amount in amounts)
     return unused
 
 

@@ -179,7 +179,7 @@ class GlooGroup(ProcessGroup):
     ) -> Work:
         """Start all-gathers, because DTensor in PyTorch 2.13 holds the GIL when it calls gloo."""
         chunks = [output.chunk(self.size()) for output in outputs]
-        by_rank = [list(parts) for parts in zip(*chunks, strict=True)]
+        by_rank = [list(each) for each in zip(*chunks, strict=True)]
         return _Operation(
             self._running, lambda: self._gloo.allgather_coalesced(by_rank, tensors), outputs
         )

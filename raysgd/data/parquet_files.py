@@ -43,8 +43,8 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
             group = int(groups[first])
             rows, table = numbers[first:stop] - index[group], self._table(file, group)
             is_run = bool((rows[1:] - rows[:-1] == 1).all())
-            part = table.slice(int(rows[0]), len(rows)) if is_run else table.take(rows)
-            records += part.to_pylist()
+            selected = table.slice(int(rows[0]), len(rows)) if is_run else table.take(rows)
+            records += selected.to_pylist()
             if self.in_order and numbers[stop - 1] == index[group + 1] - 1:
                 self._tables.move_to_end((file, group), last=False)  # the first to be released
         return records

@@ -36,18 +36,18 @@ class Keys:
     """
 
     def __init__(self, data: NumberedSamples, epoch: int, offset: int = 0, step: int = 0) -> None:
-        self._size, self._parts = len(data), data.interleave if step else 1
+        self._size, self._interleave = len(data), data.interleave if step else 1
         self._epoch, self._offset, self._step = epoch, offset, step
 
     def __getitem__(self, span: slice) -> list[Key]:
         numbers: Sequence[int] = range(span.start, span.stop)
-        if self._parts > 1:
+        if self._interleave > 1:
             skip = (span.start - self._offset) % self._step
-            first, parts = span.start - skip, self._parts
+            first, stride = span.start - skip, self._interleave
             stop = min(first + self._step, self._size)
-            starts = sorted(range(first, min(first + parts, stop)), key=lambda n: n % parts)
-            by_part = itertools.chain(*(range(start, stop, parts) for start in starts))
-            numbers = list(by_part)[skip : skip + len(numbers)]
+            starts = sorted(range(first, min(first + stride, stop)), key=lambda n: n % stride)
+            grouped = itertools.chain(*(range(start, stop, stride) for start in starts))
+            numbers = list(grouped)[skip : skip + len(numbers)]
         return [(self._epoch, number) for number in numbers]
 
 
@@ -207,11 +207,11 @@ class Stream(NumberedSamples):
 
     def _records_of(self, epoch: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the numbers of records in the files."""
-        size, parts = len(self._records), self.interleave
-        if parts > 1:
-            in_parts = numbers % parts * (size // parts) + numbers // parts
+        size, stride = len(self._records), self.interleave
+        if stride > 1:
+            records = numbers % stride * (size // stride) + numbers // stride
             # The rest stays at the end.
-            numbers = np.where(numbers < size // parts * parts, in_parts, numbers)
+            numbers = np.where(numbers < size // stride * stride, records, numbers)
         if not self.shuffles:
             return numbers
         positions = np.empty_like(numbers)

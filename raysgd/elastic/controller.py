@@ -216,7 +216,7 @@ class Controller:
     # ---- calls
 
     def run(self, call: Call) -> list[Outcome]:
-        """Run a call, or its next part, and return the outcomes."""
+        """Run a call, or its next request, and return the outcomes."""
         self._check_open()
         min_workers = 1 if call.allows_any_size else self.min_workers
         budget = state_machine.CallBudget(

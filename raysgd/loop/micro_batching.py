@@ -10,7 +10,7 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.options import Settings
 from raysgd.loop.update import Update
 
-BatchParts: TypeAlias = Sequence[tuple[Any, MicroBatch]]
+SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatch]]
 _ONCE = (
     "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
     "batch, after all losses of the batch."
@@ -56,7 +56,7 @@ class MicroBatching(UpdateFeature):
                 self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
-    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> BatchParts:
+    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
         """Return the micro-batches of a batch. The default is one."""
         return [(batch, micro_batch)]
 

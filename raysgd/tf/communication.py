@@ -63,10 +63,10 @@ class GlooCollectives(KerasCollectives):
         flat: Any = np.concatenate([array.ravel() for array in arrays], dtype=dtype)
         self._dist.all_reduce(self._torch.from_numpy(flat))
         flat /= self.size
-        parts = np.split(flat, np.cumsum([array.size for array in arrays])[:-1])
+        means = np.split(flat, np.cumsum([array.size for array in arrays])[:-1])
         return [
-            tf.constant(part.reshape(array.shape), array.dtype)
-            for part, array in zip(parts, arrays, strict=True)
+            tf.constant(mean.reshape(array.shape), array.dtype)
+            for mean, array in zip(means, arrays, strict=True)
         ]
 
     def all_reduce_min(self, *values: int) -> list[int]:

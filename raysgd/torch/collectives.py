@@ -18,7 +18,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.torch.tensors import backward_pass_number
 
 _MESSAGE_BYTES = 4 * 2**20
-"""Size in bytes at which a combined message of tensors is sent. Larger tensors are sent in parts.
+"""Size in bytes at which a combined message of tensors is sent. Larger tensors are sent in chunks.
 
 Tensors are copied to combine them. With 64 MiB, this takes longer than the transfer, because the
 memory of each message comes from the operating system."""
@@ -147,16 +147,16 @@ def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], src: in
 
 
 def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, src: int) -> None:
-    """Broadcast tensors in parts. These arrive in the memory of a contiguous tensor alone."""
+    """Broadcast tensors in chunks. These arrive in the memory of a contiguous tensor alone."""
     if len(tensors) > 1:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     else:
         flat = tensors[0].resolve_conj().resolve_neg().contiguous().view(-1)
-    for part in flat.split(_MESSAGE_BYTES // flat.element_size()):
-        _broadcast(torch.empty_like(part, device=device) if part.is_meta else part, src)
+    for chunk in flat.split(_MESSAGE_BYTES // flat.element_size()):
+        _broadcast(torch.empty_like(chunk, device=device) if chunk.is_meta else chunk, src)
     if _rank() != src and flat.data_ptr() != tensors[0].data_ptr():
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        for tensor, new in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(new.view_as(tensor))
 
 
 def _broadcast(tensor: torch.Tensor, src: int) -> None:
@@ -194,10 +194,10 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
         flat.div_(dist.get_world_size())  # first, so that sums do not overflow
         dist.all_reduce(flat)
         if not flat.is_sparse:
-            for gradient, part in zip(
+            for gradient, mean in zip(
                 gradients, flat.split([g.numel() for g in gradients]), strict=True
             ):
-                gradient.copy_(part.view_as(gradient))
+                gradient.copy_(mean.view_as(gradient))
 
 
 # ---- collectives of user code

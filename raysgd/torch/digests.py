@@ -33,8 +33,8 @@ def digest_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Te
         factors = _factors(num_words, device)[: words.numel()]
         # The products lose high bits, so add the high half to the low half first.
         mixed = torch.bitwise_right_shift(words, 32, out=room[: words.numel()]).bitwise_xor_(words)
-        part = mixed.dot(factors) if device.type == "cpu" else mixed.mul_(factors).sum()
-        total = total * _FACTOR + part + words.numel()
+        term = mixed.dot(factors) if device.type == "cpu" else mixed.mul_(factors).sum()
+        total = total * _FACTOR + term + words.numel()
     return total
 
 
@@ -48,7 +48,7 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
 
     Combine small tensors, because each operation on a GPU takes microseconds.
     """
-    parts: list[torch.Tensor] = []
+    sections: list[torch.Tensor] = []
     total = 0
     for tensor in filter(has_bits, tensors):
         content = as_bytes(tensor)
@@ -57,14 +57,14 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
             whole, num_bytes = num_bytes // 8 * 8, num_bytes % 8
             yield from content[:whole].view(torch.int64).split(size // 8)
             content = content[whole:]
-        for part in [content] if num_bytes <= size else content.split(size):
-            if total + part.numel() > size:
-                yield _concatenate(parts, total)
-                parts, total = [], 0
-            parts.append(part)
-            total += part.numel()
-    if parts:
-        yield _concatenate(parts, total)
+        for section in [content] if num_bytes <= size else content.split(size):
+            if total + section.numel() > size:
+                yield _concatenate(sections, total)
+                sections, total = [], 0
+            sections.append(section)
+            total += section.numel()
+    if sections:
+        yield _concatenate(sections, total)
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
@@ -75,9 +75,9 @@ def has_bits(tensor: torch.Tensor) -> bool:
     return is_plain and not (tensor.is_meta or tensor.is_quantized)
 
 
-def _concatenate(parts: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
-    padding = parts[0].new_zeros(-num_bytes % 8)
-    return torch.cat([*parts, padding]).view(torch.int64)
+def _concatenate(sections: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
+    padding = sections[0].new_zeros(-num_bytes % 8)
+    return torch.cat([*sections, padding]).view(torch.int64)
 
 
 def fingerprint(state: Any) -> bytes:

@@ -148,7 +148,7 @@ class TorchOptions(Options):
         if not isinstance(self.exact, EqualBits):
             check_choice(self.trainer, "exact", self.exact, (None, "bits"))
         conflicts.check("equal bits", f"{self.trainer}(exact={self.exact!r})", self)
-        set_fields(self, split_on_oom=False)  # smaller parts would change the result
+        set_fields(self, split_on_oom=False)  # micro-batches would change the result
         if self.num_workers > self.layout.num_full_parts(self.num_workers):
             raise ValueError(
                 f"{self.trainer}(num_workers={self.num_workers}, exact={self.exact!r}): each "

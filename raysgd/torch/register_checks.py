@@ -54,8 +54,8 @@ def as_registered(name: str, argument: Any, kind: type | None) -> list[Any]:
             raise TypeError(
                 f"register({name}=...) got {repr(member)[:200]}. Pass {expected}, or a list."
             )
-        parts = member.modules() if isinstance(member, torch.nn.Module) else [member]
-        if unusable := _INSTEAD.keys() & {type(part).__name__ for part in parts}:
+        modules = member.modules() if isinstance(member, torch.nn.Module) else [member]
+        if unusable := _INSTEAD.keys() & {type(each).__name__ for each in modules}:
             cls_name = unusable.pop()
             raise TypeError(f"register({name}=...) cannot use a {cls_name}. {_INSTEAD[cls_name]}")
         if kind is torch.optim.Optimizer and not hasattr(member, "_optimizer_step_pre_hooks"):

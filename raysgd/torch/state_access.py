@@ -50,7 +50,7 @@ class TorchStateAccess(StateAccess):
     def read(self) -> dict[str, Any]:
         models = [(model, model.state_dict()) for model in self._models]
         state: dict[str, Any] = {
-            "models": list(itertools.starmap(self._unsharded_part, models)),
+            "models": list(itertools.starmap(self._unsharded_of, models)),
             "optimizers": list(map(optimizer_state, self._registered.optimizers)),
         }
         if self._registered.schedulers:
@@ -122,7 +122,7 @@ class TorchStateAccess(StateAccess):
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
         self._registered.frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
 
-    # ---- parts and copies
+    # ---- states without frozen parameters, and copies
 
     def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
         if for_workers:
@@ -203,7 +203,7 @@ class TorchStateAccess(StateAccess):
                         FROZEN_KEY in state or not self._registered.replication.is_unsharded(each)
                     ):
                         load = functools.partial(each.load_state_dict, strict=False)
-                        own, saved = (self._unsharded_part(each, state) for state in (own, saved))
+                        own, saved = (self._unsharded_of(each, state) for state in (own, saved))
                     name = f"{kind}[{index}]"
                     undoing.enter_context(load_or_restore(each, own, saved, name, load))
         changed = state.get("requires_grad", ())  # older files lack it
@@ -226,8 +226,8 @@ class TorchStateAccess(StateAccess):
             kinds.append(("schedulers", self._registered.schedulers, state.get("schedulers", [])))
         return kinds
 
-    def _unsharded_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the part of a model's state that every worker has."""
+    def _unsharded_of(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the entries of a model's state that every worker has."""
         if self._registered.replication.is_unsharded(model):
             return state
         sharded = dict(model.named_parameters(remove_duplicate=False))

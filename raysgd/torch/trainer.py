@@ -177,9 +177,9 @@ class TorchTrainer(OperatorTrainer):
         return models[0] if len(models) == 1 else models
 
     @staticmethod
-    def _concatenate(parts: Sequence[Any]) -> Any:
-        is_tensor = isinstance(parts[0], torch.Tensor)
-        return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
+    def _concatenate(outputs: Sequence[Any]) -> Any:
+        is_tensor = isinstance(outputs[0], torch.Tensor)
+        return torch.cat(list(outputs)) if is_tensor else np.concatenate(outputs)
 
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:

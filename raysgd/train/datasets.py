@@ -31,8 +31,8 @@ class Datasets:
 
     def send(self, members: Sequence[Any]) -> None:
         """Send each worker its part of the data sets."""
-        parts = self.split([each.actor for each in members])
-        calls = [m.execute(receive_datasets, part) for m, part in zip(members, parts, strict=True)]
+        shards = self.split([each.actor for each in members])
+        calls = [m.execute(receive_datasets, own) for m, own in zip(members, shards, strict=True)]
         remote_functions.results(members, calls)
 
     def split(self, actors: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd.data.partition import MicroBatch, part_of
-from raysgd.loop.micro_batching import BatchParts, MicroBatching
+from raysgd.loop.micro_batching import MicroBatching, SplitBatch
 from raysgd.loop.update import Update
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.options import TorchSettings
@@ -46,7 +46,7 @@ class TorchMicroBatching(MicroBatching):
         """Minimum number of samples. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
-    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> BatchParts:
+    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         unsplit = [(in_own_containers(batch), micro_batch)]
         self._num_samples = micro_batch.num_samples or 0

@@ -94,9 +94,9 @@ class UnregisteredTensors(UpdateFeature):
                 if is_number(value):
                     numbers[name] = value
                 elif key not in ("state", "param_groups", "defaults"):
-                    parts = value.values() if isinstance(value, dict) else value
-                    parts = parts if isinstance(value, dict | list) else [value]
-                    values += [(f"{name}[{n}]", each) for n, each in enumerate(parts)]
+                    entries = value.values() if isinstance(value, dict) else value
+                    entries = entries if isinstance(value, dict | list) else [value]
+                    values += [(f"{name}[{n}]", each) for n, each in enumerate(entries)]
         for name, value in values:
             if isinstance(value, torch.Tensor):
                 tensors[name] = value

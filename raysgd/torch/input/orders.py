@@ -142,16 +142,16 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
 
 def nested_datasets(data: Any) -> list[Any]:
     """Return a data set, and all data sets that its attributes refer to."""
-    parts = {id(data): data}
+    found = {id(data): data}
     unread = [data]
     while unread:
         own = getattr(unread.pop(), "__dict__", {})  # a property may open files
         inner = own.get("datasets")
-        for part in (own.get("dataset"), *(inner if isinstance(inner, list) else ())):
-            if part is not None and id(part) not in parts:
-                parts[id(part)] = part
-                unread.append(part)
-    return [*parts.values()]
+        for each in (own.get("dataset"), *(inner if isinstance(inner, list) else ())):
+            if each is not None and id(each) not in found:
+                found[id(each)] = each
+                unread.append(each)
+    return [*found.values()]
 
 
 class EpochOrder:
@@ -181,10 +181,10 @@ class EpochOrder:
         if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
             return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
         memo: dict[int, Any] = {}  # what the copy does not copy: data, and no random generators
-        for part in nested_datasets(self._loader.dataset):
-            values = getattr(part, "__dict__", {}).values()
+        for data in nested_datasets(self._loader.dataset):
+            values = getattr(data, "__dict__", {}).values()
             memo |= {id(each): each for each in values if hasattr(type(each), "__len__")}
-            memo[id(part)] = part
+            memo[id(data)] = data
         with contextlib.suppress(Exception):  # the user's object may count its epochs
             sampler = copy.deepcopy(sampler, memo)
         return len({repr(draw_order(sampler, seed)) for seed in range(3)}) > 1

@@ -271,10 +271,9 @@ class PartitionedLoader(PartitionedSource):
     @functools.cached_property
     def ignores_targets(self) -> bool:
         """Whether data in memory has targets that losses of PyTorch ignore by default."""
-        parts = (
-            part for part in nested_datasets(self.loader.dataset) if isinstance(part, TensorDataset)
-        )
-        return any(bool((part.tensors[-1] == IGNORED).any()) for part in parts)
+        datasets = nested_datasets(self.loader.dataset)
+        in_memory = [each for each in datasets if isinstance(each, TensorDataset)]
+        return any(bool((each.tensors[-1] == IGNORED).any()) for each in in_memory)
 
     def fingerprint(self) -> str:
         partition = self.partition

@@ -39,30 +39,30 @@ class MergedStates(MergeableMetric):
     `compute` reduces their states together, as TorchMetrics reduces the states of its processes.
     """
 
-    def __init__(self, *parts: Metric) -> None:
-        self._parts = parts
+    def __init__(self, *metrics: Metric) -> None:
+        self._metrics = metrics
 
     def merge(self, other: MergedStates) -> MergedStates:
-        merged = MergedStates(*self._parts, *other._parts)
+        both = MergedStates(*self._metrics, *other._metrics)
         # Other reductions, such as means, need all states together.
-        return MergedStates(merged._reduce_states()) if _are_associative(self._parts[0]) else merged
+        return MergedStates(both._reduce_states()) if _are_associative(self._metrics[0]) else both
 
     def compute(self) -> Any:
         return _add_underscores(self._reduce_states().compute())
 
     def _reduce_states(self) -> Metric:
         # Copy, because some metrics change their states in compute(). The newest is the smallest.
-        metric = self._parts[-1].clone()
+        metric = self._metrics[-1].clone()
         # TorchMetrics has no public names for the rest. Its `reset` would reset the states, too.
-        for member, *parts in zip(*map(nested_metrics, (metric, *self._parts)), strict=True):
+        for member, *own in zip(*map(nested_metrics, (metric, *self._metrics)), strict=True):
             for name, reduce in member._reductions.items():
-                if len(parts) > 1:
-                    setattr(member, name, _combine([getattr(p, name) for p in parts], reduce))
+                if len(own) > 1:
+                    setattr(member, name, _combine([getattr(m, name) for m in own], reduce))
             member._update_count, member._computed = 1, None
         return metric
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_parts": [part.clone().cpu() for part in self._parts]}
+        return {"_metrics": [each.clone().cpu() for each in self._metrics]}
 
 
 def nested_metrics(metric: Metric) -> list[Metric]:

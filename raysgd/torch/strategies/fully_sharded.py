@@ -82,9 +82,9 @@ class FullyShardedModel(OptimizerShards, Replication):
         if not (num_copies := layout.num_copies(size)):
             return
         own = layout.new_buffers(rank, device)
-        for param_index, part in own.views.items():
+        for param_index, view in own.views.items():
             if (gradient := self.models.gradient(param_index)) is not None:
-                part.copy_(gradient)
+                view.copy_(gradient)
         for distance in range(1, num_copies + 1):
             dst, src = (rank + distance) % size, (rank - distance) % size
             rows = self._received[src] = layout.new_buffers(src, device)

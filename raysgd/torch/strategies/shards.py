@@ -125,7 +125,7 @@ class ShardLayout:
         self._shapes = [parameter.shape for parameter in parameters]
         self._dtypes = [parameter.dtype for parameter in parameters]
         others = [index for index in range(len(parameters)) if index not in updated]
-        self._parts = sorted(updated), others
+        self._groups = sorted(updated), others
         self._copies, self._by_rows = copies, by_rows
         self.rank = self.size = 0
         self.shards: list[Shard] = []
@@ -133,10 +133,10 @@ class ShardLayout:
     def shard(self, number: int, size: int) -> Shard:
         """Return a shard in a group of `size` ranks."""
         shard = {}
-        for part in self._parts:
-            before, total = 0, sum(self._shapes[index].numel() for index in part)
+        for group in self._groups:
+            before, total = 0, sum(self._shapes[index].numel() for index in group)
             shard_size = -(-total // (size * _ALIGNMENT)) * _ALIGNMENT
-            for index in part:
+            for index in group:
                 length = (shape := self._shapes[index]).numel()
                 if self._by_rows and length:
                     shard_size, before = -(-shape[0] // size) * (length // shape[0]), 0
@@ -274,8 +274,8 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
         return merged
     merged["optimizers"] = [{**each, "state": {**each["state"]}} for each in state["optimizers"]]
     merged["models"] = [copy.copy(each) for each in state.get("models", ())]
-    for optimizer, *parts in zip(merged["optimizers"], *shards, strict=True):
-        for (number, *locations), values in _merge_pieces(itertools.chain(*parts)).items():
+    for optimizer, *pieces in zip(merged["optimizers"], *shards, strict=True):
+        for (number, *locations), values in _merge_pieces(itertools.chain(*pieces)).items():
             for index, name in locations:
                 merged["models"][index][name] = values[PARAMETER]
             if own := {key: value for key, value in values.items() if key != PARAMETER}:
@@ -283,10 +283,10 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _merge_pieces(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
+def _merge_pieces(pieces: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
     merged: dict[Any, dict[str, Any]] = {}
     missing: dict[Any, int] = {}
-    for number, start, stop, shape, values in parts:
+    for number, start, stop, shape, values in pieces:
         of_parameter = merged.setdefault(number, {})
         missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
         for name, value in values.items():
