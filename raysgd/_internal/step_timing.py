@@ -94,7 +94,7 @@ class StepTiming:
         self._device = None if new_event is None else DeviceTiming(new_event)
         self.phase = _OUTSIDE
         self.batch_phase = FORWARD
-        """Phase of ``train_batch`` outside of the known parts."""
+        """Phase of ``train_batch`` outside of the known phases."""
         self.num_steps = 0
         self.num_samples: float = 0
         self.loader_workers: int | None = None

@@ -469,7 +469,7 @@ def _retry(function: Callable[[], T]) -> T:
 
 
 def consecutive_runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
+    """Yield (start, stop) of the runs in which each value is `step` more than the one before."""
     bounds = (values[1:] - values[:-1] != step).nonzero()[0] + 1
     return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))
 

@@ -42,7 +42,7 @@ class Event:
     cause: str = ""
     """Reason of the event, from Ray or the exception."""
     factor: int = 1
-    """For ``split``: the number of parts of each batch from then on."""
+    """For ``split``: the number of micro-batches per batch from then on."""
     shares: tuple[float, ...] = ()
     """For ``rebalanced``: the new shares by rank. Their mean is 1."""
     old_shares: tuple[float, ...] = ()

@@ -126,10 +126,10 @@ class UpdateFeature:
         return {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if this feature cannot load its part of a training state."""
+        """Raise CheckpointError if this feature cannot load its entries of a training state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this feature's part of a training state, after the models and optimizers."""
+        """Load this feature's entries of a training state, after the models and optimizers."""
 
 
 class Replication:
@@ -174,7 +174,7 @@ class Replication:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's shards from a complete state, after its other parts."""
+        """Load this worker's shards from a complete state, after its other entries."""
 
     def export_models(self, num_models: int) -> list[Any] | None:
         """Return complete copies of the first models on rank 0. All ranks must call it.

@@ -83,7 +83,7 @@ class StateRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest(Request):
-    """Return the state as the content of a file, with the parts of the driver."""
+    """Return the state as the content of a file, with the entries of the driver."""
 
     driver_entries: Mapping[str, Any]
     generators: Sequence[Any]  # of all workers

@@ -51,7 +51,7 @@ class Segment:
 
     has_paused = False
     was_read = False
-    may_split = False  # the loop takes parts of batches, by `allow_split`
+    may_split = False  # the loop takes micro-batches, by `allow_split`
     has_loader_failed = False  # the loader raised an error, so its iterator cannot continue
     _is_exhausted = False  # some rank has no more batches in the epoch
 
