@@ -19,7 +19,7 @@ _KINDS = {"at": "a stream", "order": "a map-style data set", "length": "unpartit
 """`BatchSource.data_kind` of a saved position, by the first of these keys that it has."""
 
 
-def once(iterable: Iterable[Any]) -> Iterator[Any]:
+def iterate_once(iterable: Iterable[Any]) -> Iterator[Any]:
     """Yield the items of an iterable. Call its `__iter__` once, because it may begin again."""
     return (item for item in iterable)
 
@@ -39,15 +39,15 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def with_epoch(loader: Any, epoch: int | None) -> Any:
-    """Return a loader whose sampler knows the `epoch`, if given."""
+def set_loader_epoch(loader: Any, epoch: int | None) -> Any:
+    """Set the `epoch` of a loader's sampler, if given. Return the loader."""
     set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
     if set_epoch is not None and epoch is not None:
         set_epoch(epoch)
     return loader
 
 
-def declared_replica(loader: Any) -> tuple[Any, Any] | None:
+def size_and_rank_of(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
     batches = getattr(loader, "batch_sampler", None)
     sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
@@ -88,18 +88,18 @@ class BatchSource:
         self,
         loader: Any,
         has_length: bool = True,
-        by_user: bool = False,
+        user_selects: bool = False,
         why_not_partitioned: str = "",
     ) -> None:
         self.loader = loader
         self.why_not_partitioned = why_not_partitioned
-        if not self.is_partitioned and (by_user or declared_replica(loader) is not None):
+        if not self.is_partitioned and (user_selects or size_and_rank_of(loader) is not None):
             self.why_not_partitioned = ""
             self.who_reads = "your code selects the part of each worker"
         self._has_length = has_length and length_of(loader) is not None
         self._unfinished: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
         self._iteration: Any = None  # the newest iterator over the loader
-        self.rest: Iterator[Any] | None = None  # of the newest iteration, for the next segment
+        self.unread: Iterator[Any] | None = None  # of the newest iteration, for the next segment
 
     def __len__(self) -> int:
         """Return this worker's batches per epoch."""
@@ -107,7 +107,7 @@ class BatchSource:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches of the current epoch, for loops in user code."""
-        return iter(with_epoch(self.loader, self.current_epoch))
+        return iter(set_loader_epoch(self.loader, self.current_epoch))
 
     def __getattr__(self, name: str) -> Any:
         """Return attributes of the user's loader, such as ``dataset``."""
@@ -124,7 +124,7 @@ class BatchSource:
         """
         iterator, self._unfinished = self._unfinished.get((epoch, offset)), {}
         if iterator is None or offset == 0:
-            iterator = self._iteration = once(with_epoch(self.loader, epoch))
+            iterator = self._iteration = iterate_once(set_loader_epoch(self.loader, epoch))
             for _ in itertools.islice(iterator, offset):
                 pass
         yield from itertools.islice(iterator, num_steps)

@@ -83,7 +83,7 @@ class Evaluation:
             if offset == 0 and (left_in_epoch == 0 or (batches.is_exhausted and taken == 0)):
                 has_others = train_state.context.world_size > 1
                 rank = train_state.context.world_rank if has_others else None
-                raise no_batch("validation", source, rank)
+                raise empty_loader_error("validation", source, rank)
             is_end = limit is None or taken < limit or taken == left_in_epoch
             offset = 0 if is_end else source.offset_after(offset, taken)
             if steps_left is None or (taken == 0 and not batches.is_exhausted):
@@ -109,7 +109,7 @@ class Evaluation:
                 "with shuffle=False, and without a sampler that draws random numbers."
             )
         if source.steps_left(0) == 0:
-            raise no_batch("given", source)
+            raise empty_loader_error("given", source)
         source.agree_on_order(0, 0, train_state.collectives)
         # The workers take turns with the batches.
         keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
@@ -201,7 +201,7 @@ class _EvaluationBatches:
         return self.batch
 
 
-def no_batch(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
+def empty_loader_error(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
     """Return the error for an empty loader. `rank` is the worker that registered it."""
     name = f"{name} loader"
     if rank is not None and not source.is_partitioned:

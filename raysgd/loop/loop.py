@@ -29,7 +29,7 @@ from typing import Any
 from raysgd._internal.context import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_record import CallRecord
-from raysgd.loop.evaluation import Evaluation, check_same_samples, no_batch
+from raysgd.loop.evaluation import Evaluation, check_same_samples, empty_loader_error
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
@@ -176,7 +176,7 @@ class Loop:
         self.call_record.state.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
-            segment.source.rest = None
+            segment.source.unread = None
             train_state.end_epoch()
 
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
@@ -209,7 +209,7 @@ class Loop:
             pause_step=min(pauses, default=math.inf),
         )
         if segment.total_steps == 0 and segment.start_offset == 0:
-            raise no_batch("train", self.source, self._rank_with_fewest)
+            raise empty_loader_error("train", self.source, self._rank_with_fewest)
         train_state.segment = segment
         return segment
 
@@ -228,7 +228,7 @@ class Loop:
                 agree_on_batch = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
             agree_on_batch = partial(check_same_samples, source, train_state.collectives)
-        if source.rest is None:
+        if source.unread is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         return steps_left, agree_on_batch
 
@@ -264,7 +264,7 @@ class Loop:
         """
         if segment.epoch_is_over:
             if segment.start_offset == 0:
-                raise no_batch("train", segment.source, self._rank_with_fewest)
+                raise empty_loader_error("train", segment.source, self._rank_with_fewest)
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= until_epoch + self.call_record.state.extra_epochs
             if train_state.global_step == self.call_record.state.began_at and is_last:
@@ -302,14 +302,14 @@ class Loop:
             with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
                 train_state.update.is_warm_up = True
                 segment = train_state.segment = Segment(
-                    train_state, source, self.control, limit=1, steps_left=1, num_opened=1
+                    train_state, source, self.control, limit=1, steps_left=1, read_limit=1
                 )
                 bind_epoch(self.operator, segment, {}, train_state.epoch)()
         finally:
             source.close_workers()
-            source.rest = None
+            source.unread = None
         source.repartition(context.world_size, context.world_rank, config_batch_size)
 
     def restart_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
-        self.train_state.segment = self.source.rest = None
+        self.train_state.segment = self.source.unread = None

@@ -70,6 +70,6 @@ class MicroBatching(UpdateFeature):
     def increase_split(self, split: int) -> None:
         """Use at least `split` micro-batches. All ranks must call this at the same step."""
 
-    def is_tolerable(self, error: BaseException) -> bool:
+    def is_recoverable(self, error: BaseException) -> bool:
         """Return whether training can continue after an error, because only memory ran out."""
         return False

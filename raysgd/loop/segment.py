@@ -34,7 +34,7 @@ class Segment:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source if memory ran out.
 
-    It reads the `rest` of the source, or else begins an iteration over it. `agree_on_batch`
+    It reads what is `unread` of the source, or else begins an iteration over it. `agree_on_batch`
     returns 0 if any rank has no batch, and may compare the samples of ranks. The functions
     `after_commit` run after each commit, unless the loop has raised.
     """
@@ -46,7 +46,7 @@ class Segment:
     steps_left: int | None = None  # of the epoch; None if unknown
     agree_on_batch: Callable[[int], int] | None = None
     after_commit: Sequence[Callable[[], None]] = ()
-    num_opened: int | None = None  # steps to read of a new iteration; None for all
+    read_limit: int | None = None  # steps to read of a new iteration; None for all
     pause_step: float = math.inf  # number of committed steps at which to pause
 
     has_paused = False
@@ -141,9 +141,9 @@ class Segment:
     def _batches(self) -> Iterator[Any]:
         """The iteration over the source. It opens when `allow_split` can no longer be called."""
         train_state, source = self._train_state, self.source
-        if source.change_partition(may_split=self.may_split) or source.rest is None:
-            source.rest = source.batches(train_state.epoch, train_state.offset, self.num_opened)
-        return source.rest
+        if source.change_partition(may_split=self.may_split) or source.unread is None:
+            source.unread = source.batches(train_state.epoch, train_state.offset, self.read_limit)
+        return source.unread
 
     def _check_length(self) -> None:
         train_state = self._train_state
@@ -211,9 +211,9 @@ class Segment:
         if self.has_loader_failed:
             self.source.close_workers()
         if self.has_loader_failed or self.source.is_partitioned:
-            self.source.rest = None  # the next iteration starts at the offset
-        elif self.source.rest is not None:
-            self.source.rest = itertools.chain(again, self.source.rest)
+            self.source.unread = None  # the next iteration starts at the offset
+        elif self.source.unread is not None:
+            self.source.unread = itertools.chain(again, self.source.unread)
 
     @property
     def epoch_is_over(self) -> bool:

@@ -128,7 +128,7 @@ class Snapshots:
             state = self._read_state()
             copy = map_leaves(state, lambda leaf: train_state.copy_leaf(leaf, on_host=True))
         except Exception as error:
-            if not train_state.micro_batching.is_tolerable(error):
+            if not train_state.micro_batching.is_recoverable(error):
                 raise
             train_state.settings.warn_once(
                 "snapshot",

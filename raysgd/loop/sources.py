@@ -13,7 +13,7 @@ from typing import Any
 from raysgd._internal.paths import without_secrets
 from raysgd._internal.provenance import without_homes
 from raysgd.data import Dataset
-from raysgd.data.source import BatchSource, declared_replica, length_of
+from raysgd.data.source import BatchSource, length_of, size_and_rank_of
 from raysgd.loop.options import Settings
 
 logger = logging.getLogger(__name__)
@@ -91,12 +91,12 @@ class DataSources(ABC):
     def source(self, name: str) -> BatchSource:
         """Return the source of the train or validation loader."""
         if not self.has(name):
-            raise missing_loader(name)
+            raise missing_loader_error(name)
         return self._sources[name]
 
     def lazy_source(self, name: str) -> BatchSource:
         """Return the source of a loader. Reading it raises an error if there is none."""
-        return self._sources[name] if self.has(name) else BatchSource(_no_batches(name))
+        return self._sources[name] if self.has(name) else BatchSource(_raise_missing(name))
 
     def wrap_given(self, loader: Any) -> BatchSource:
         """Return the source of a loader that was passed to a call."""
@@ -124,7 +124,7 @@ class DataSources(ABC):
         """Warn about loaders that select their part by ranks of an earlier group."""
         context = self._settings.context
         for name, source in self._sources.items():
-            split = None if source.is_partitioned else declared_replica(source.loader)
+            split = None if source.is_partitioned else size_and_rank_of(source.loader)
             if split is None or not isinstance(split[0], int):
                 continue
             size, rank = split
@@ -250,13 +250,13 @@ class GeneratorFunction:
         return f"the generator function {self._function.__name__}"
 
 
-def _no_batches(name: str) -> Iterator[Any]:
+def _raise_missing(name: str) -> Iterator[Any]:
     """Raise an error when read. A loop with its own batches never reads it."""
-    raise missing_loader(name)
+    raise missing_loader_error(name)
     yield
 
 
-def missing_loader(name: str) -> RuntimeError:
+def missing_loader_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
     )

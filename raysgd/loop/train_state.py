@@ -189,7 +189,7 @@ class TrainState(ABC):
             try:
                 yield
             except Exception as error:
-                if self.micro_batching.is_tolerable(error):
+                if self.micro_batching.is_recoverable(error):
                     error.add_note(
                         "Batches are only split in training. Give this loader a smaller batch_size."
                     )

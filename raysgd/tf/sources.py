@@ -65,7 +65,7 @@ class KerasSources(DataSources):
             return source
         why = "it is neither arrays nor a tf.data.Dataset"
         return BatchSource(
-            loader, by_user=not settings.options.add_dist_sampler, why_not_partitioned=why
+            loader, user_selects=not settings.options.add_dist_sampler, why_not_partitioned=why
         )
 
     def check_end(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
 
 from raysgd._internal.nested import is_user_object
-from raysgd.data.source import declared_replica
+from raysgd.data.source import size_and_rank_of
 from raysgd.loop.operator_base import as_list
 from raysgd.torch.tensors import ELEMENTWISE, parameters_of
 
@@ -253,7 +253,7 @@ def _has_loader(value: Any, seen: set[int]) -> bool:
             continue
         seen.add(id(item))
         if isinstance(item, DataLoader | _BaseDataLoaderIter):
-            if declared_replica(item) is None and declared_replica(item._index_sampler) is None:
+            if size_and_rank_of(item) is None and size_and_rank_of(item._index_sampler) is None:
                 return True
         elif isinstance(item, FunctionType):  # which refers to its whole module
             objects.append(item.__closure__)

@@ -18,7 +18,7 @@ from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.loop.operator_base import has_validation_loader
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
-from raysgd.loop.sources import missing_loader
+from raysgd.loop.sources import missing_loader_error
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers
 from raysgd.trainer.dispatcher import CallResult, Dispatcher
 
@@ -108,7 +108,7 @@ class FitLoop:
             why = "fit() does not validate."
             request = ApplyOperatorRequest(function=has_validation_loader)
             if options.validate_every and not any(dispatcher.run(request, method="fit")):
-                why = f"{why} {missing_loader('validation')}"
+                why = f"{why} {missing_loader_error('validation')}"
                 options = replace(options, validate_every=None)
                 logger.info("%s", why)
             if options.validate_every is None:

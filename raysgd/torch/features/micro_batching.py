@@ -64,7 +64,7 @@ class TorchMicroBatching(MicroBatching):
         sizes = [stop - first for first, stop in spans] + [0] * repeats
         return list(zip(batches, micro_batch.split(sizes), strict=True))
 
-    def is_tolerable(self, error: BaseException) -> bool:
+    def is_recoverable(self, error: BaseException) -> bool:
         return self._settings.options.split_on_oom and ran_out_of_memory(error)
 
     def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
@@ -79,7 +79,7 @@ class TorchMicroBatching(MicroBatching):
                 "epoch may have one sample for this worker. Register a DataLoader with "
                 "drop_last=True. To continue, save() this trainer and load() the file in a new one."
             )
-        if batch is None or not self.is_tolerable(error):
+        if batch is None or not self.is_recoverable(error):
             return 0
         why_not, rows = self.why_not_split, num_rows(batch, self._num_samples)
         if not rows:

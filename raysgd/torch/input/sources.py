@@ -30,9 +30,9 @@ from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
 from raysgd.data.source import (
     BatchSource,
     PartitionedSource,
-    declared_replica,
     is_read_once,
     length_of,
+    size_and_rank_of,
 )
 from raysgd.data.stream import Keys, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
@@ -107,7 +107,7 @@ class TorchSources(DataSources):
     @property
     def ignores_targets(self) -> bool:
         sources = self._sources.values()
-        return any(isinstance(each, PartitionedLoader) and each.ignores_targets for each in sources)
+        return any(isinstance(each, MapStyleSource) and each.ignores_targets for each in sources)
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         settings = self._settings
@@ -121,7 +121,7 @@ class TorchSources(DataSources):
         )
 
 
-class PartitionedLoader(PartitionedSource):
+class MapStyleSource(PartitionedSource):
     """A map-style DataLoader, partitioned across the workers.
 
     The loader's sampler, the seed, and the epoch determine the order of an epoch, so workers know
@@ -295,7 +295,7 @@ def _keys(
 ) -> Iterator[Any]:
     """Yield the keys of each batch, or each key if the loader makes no batches.
 
-    The sampler of a `PartitionedLoader` keeps this generator. A reference to the loader would be a
+    The sampler of a `MapStyleSource` keeps this generator. A reference to the loader would be a
     cycle: when Python collects it, PyTorch waits up to 5 s for each loader process.
     """
     for start, stop in spans:
@@ -309,7 +309,7 @@ def _keys(
 
 
 def _check_equal_bits(name: str, source: BatchSource) -> None:
-    is_split = isinstance(source, PartitionedLoader) and source.loader.batch_size is not None
+    is_split = isinstance(source, MapStyleSource) and source.loader.batch_size is not None
     if not is_split or source.loader.collate_fn is collate_samples:
         raise ValueError(
             f'register_data({name}_loader=...): exact="bits" needs a DataLoader with a '
@@ -353,16 +353,16 @@ def wrap_loader(
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=collate_samples)  # type: ignore[arg-type]
     loader = without_states(loader)
-    may_partition = partitions and declared_replica(loader) is None
+    may_partition = partitions and size_and_rank_of(loader) is None
     whole = unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_not_partitioned(whole)
     if (may_partition or is_distributed(whole)) and not why:
-        return PartitionedLoader(whole, layout=layout, **partition_arguments)
+        return MapStyleSource(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
     if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
         return SequentialSource(loader, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
-    return BatchSource(loader, has_length, by_user=not partitions, why_not_partitioned=why)
+    return BatchSource(loader, has_length, user_selects=not partitions, why_not_partitioned=why)
 
 
 def _content_of(dataset: Any) -> str:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from raysgd._internal.versions import is_at_least
 from raysgd.comm.mesh import as_bytes
-from raysgd.data.source import once
+from raysgd.data.source import iterate_once
 from raysgd.data.stream import NumberedSamples
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
@@ -82,7 +82,7 @@ class Chunks(IterableDataset[Chunk]):
 
     def _begin(self, state: Any) -> Iterator[Any]:
         try:
-            iterator = once(self.dataset)
+            iterator = iterate_once(self.dataset)
             first = list(itertools.islice(iterator, 1))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             if state is None:

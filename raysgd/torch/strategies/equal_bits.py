@@ -9,7 +9,7 @@ Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea of log
 Elsewhere, code asks for what the mode changes, not for its name:
 
 - ``options.layout``: the strategy (`mode_of`), the parts of each step (`EpochPartition`), seeds for
-  samples and user code (`PartitionedLoader`), the batch size in the config of a worker
+  samples and user code (`MapStyleSource`), the batch size in the config of a worker
   (`OperatorRunner`) and its error (`Options`), and errors for batches that must not be split
   (`MicroBatching.refuse_split`). `wrap_loader` groups no iterable data sets into parts: an error of
   `TorchSources` replaces the warning of `DataSources`.

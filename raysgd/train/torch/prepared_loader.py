@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data.partition import StepLayout
-from raysgd.data.source import BatchSource, declared_replica, once
+from raysgd.data.source import BatchSource, iterate_once, size_and_rank_of
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loader_copies import clone, without_states
@@ -106,7 +106,7 @@ class PreparedLoader(DataLoader[Any]):
         sampler, (epoch, offset) = self._worker_sampler, self._next_position()
         self._pass = None
         if sampler is None:  # `BatchSource` would keep the iterator of a loop that the user leaves
-            batches: Iterator[Any] = itertools.islice(once(self._loader), offset, None)
+            batches: Iterator[Any] = itertools.islice(iterate_once(self._loader), offset, None)
         else:
             batches = self._source.batches(epoch, offset)
         if (device := self._device) is not None and self._ahead:
@@ -194,7 +194,7 @@ class PreparedLoader(DataLoader[Any]):
         return epoch, self._start[1] if self._start[0] == epoch else 0
 
     def _check_order(self) -> None:
-        known = isinstance(self._loader.dataset, IterableDataset) or declared_replica(self._loader)
+        known = isinstance(self._loader.dataset, IterableDataset) or size_and_rank_of(self._loader)
         sampler = self._loader.batch_sampler if makes_own_batches(self._loader) else self.sampler
         if self._worker_sampler is None and not known and type(sampler) is not SequentialSampler:
             raise ValueError(
@@ -229,7 +229,7 @@ def _prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class _WorkerSampler(DistributedSampler[Any]):
-    """Offers the epoch of a `PartitionedLoader`, and this worker's indices, like PyTorch does."""
+    """Offers the epoch of a `MapStyleSource`, and this worker's indices, like PyTorch does."""
 
     def __init__(self, source: Any, seed: int, num_collectives: Callable[[], int | None]) -> None:
         self._order = source.order_sampler  # None for a stream
@@ -301,7 +301,7 @@ class _WorkerSampler(DistributedSampler[Any]):
 
 
 def _can_split(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
-    if not splits or declared_replica(loader) is not None:
+    if not splits or size_and_rank_of(loader) is not None:
         return False
     if makes_own_batches(loader):
         return splits == "always" or isinstance(loader.dataset, Stream)

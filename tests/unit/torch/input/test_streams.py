@@ -26,7 +26,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.evaluation import check_same_samples
 from raysgd.loop.sources import GeneratorFunction
 from raysgd.torch.input.sequential_source import SequentialSource
-from raysgd.torch.input.sources import PartitionedLoader
+from raysgd.torch.input.sources import MapStyleSource
 from raysgd.torch.input.stream_reading import digest
 from tests.conftest import examples
 from tests.operators import Classifier
@@ -86,7 +86,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         arguments = {"world_size": world_size, "rank": rank, "layout": StepLayout(full_size)}
         stream = wrap(DataLoader(Numbers(size), **settings), **arguments)
         known = wrap(DataLoader(mapped, **settings), **arguments)
-        assert (type(stream), type(known)) == (SequentialSource, PartitionedLoader)
+        assert (type(stream), type(known)) == (SequentialSource, MapStyleSource)
         for source in (stream, known):
             source.change_partition(may_split=may_split)
             if shares:

@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
 from raysgd.torch.input.loader_copies import SeededSamples, with_dataset
-from raysgd.torch.input.sources import PartitionedLoader
+from raysgd.torch.input.sources import MapStyleSource
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import assert_names
@@ -247,7 +247,7 @@ def test_random_numbers_of_a_data_set_follow_the_position_in_the_epoch():
 def test_kept_loader_processes_use_a_new_seed():
     loader = DataLoader(Augmented(8, False), 4, num_workers=1, persistent_workers=True)
     sizes = {"training": True, "world_size": 1, "rank": 0, "layout": StepLayout(1, "a test")}
-    source, fresh = (PartitionedLoader(loader, seed=seed, **sizes) for seed in (1, 2))
+    source, fresh = (MapStyleSource(loader, seed=seed, **sizes) for seed in (1, 2))
     batches = list(source.batches(0, 0))
     source.reseed(2)
     again, expected = list(source.batches(0, 0)), list(fresh.batches(0, 0))
