@@ -39,15 +39,15 @@ T = TypeVar("T")
 _BLOCK_BYTES = 4 * 2**20
 _NUM_BLOCKS = 32  # of a remote file in memory
 _NUM_TRIES = 4
-_NUM_TEXT = 8000  # first bytes, among which text has no zero; Git uses the same rule
-_NUM_OPEN = 16
+_NUM_TESTED = 8000  # first bytes, among which text has no zero; Git uses the same rule
+_MAX_OPEN = 16
 _BAD_CONTENT = EOFError, ValueError, tarfile.TarError
 _PERMANENT = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, ImportError, RuntimeError, TypeError),
     *_BAD_CONTENT,
 )
 _FINAL_STATUS = {*range(400, 500)} - {408, 425, 429}
-_OF_CACHE = {
+_CACHE_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EEXIST),
 }
@@ -109,7 +109,7 @@ class Records(ABC):
             if storage_options and not is_remote(fs):
                 name = next(iter(storage_options))
                 raise unknown_argument(type(self).__name__, name, ["cache_dir"])
-            if not (names := _matches(fs, pattern)):
+            if not (names := _find_files(fs, pattern)):
                 raise FileNotFoundError(f"No file matches {path!r}.")
             for name in names:
                 if (other := found.setdefault(name, path)) != path:  # equal paths are meant
@@ -215,7 +215,7 @@ class Records(ABC):
             if index.dtype == np.int64 and index.ndim == 1 and len(index):
                 return index
         index = np.asarray(self._build_index(file), np.int64)
-        with self._caching(file), replacing(path) as target:
+        with self._naming_cache(file), replacing(path) as target:
             np.save(content := io.BytesIO(), index)
             target.write(content.getbuffer())  # np.save hides why it cannot write
         return index
@@ -229,13 +229,13 @@ class Records(ABC):
         return self._cache / f"{key[:24]}.{kind}"
 
     @contextlib.contextmanager
-    def _caching(self, file: int) -> Iterator[None]:
+    def _naming_cache(self, file: int) -> Iterator[None]:
         """Name the file and `cache_dir` in errors of the cache."""
         try:
             self._cache.mkdir(parents=True, exist_ok=True)
             yield
         except OSError as error:
-            if error.errno not in _OF_CACHE:
+            if error.errno not in _CACHE_ERRNOS:
                 raise
             raise RuntimeError(
                 f"{self.paths[file]}: raysgd cannot use its cache, {self._cache}: {error}. Pass "
@@ -261,7 +261,7 @@ class Records(ABC):
         self._check_unchanged(file, _stamp(fs, name))
         if (decompress := decompressor_of(_without_query(path))) is not None:
             target = self._cache_path(file, "raw")
-            with self._caching(file):
+            with self._naming_cache(file):
                 if not _is_intact(target):
                     with lock_of_node(target.stem) as lock:
                         if not _is_intact(target):
@@ -294,7 +294,7 @@ class Records(ABC):
         def attempt() -> T:
             if file not in self._files:
                 self._files[file] = self._open(file)
-                if len(self._files) > _NUM_OPEN:
+                if len(self._files) > _MAX_OPEN:
                     self._files.popitem(last=False)[1].close()
             self._files.move_to_end(file)
             try:
@@ -324,7 +324,7 @@ class Records(ABC):
         return self._with_file(file, read)
 
 
-class Spans(Records):
+class ByteRecords(Records):
     """Records that are consecutive bytes. The index has the start of each, and the end."""
 
     def _num_records(self, index: Any) -> int:
@@ -350,7 +350,7 @@ class Spans(Records):
     def _decode(self, data: bytes) -> Any: ...
 
 
-class text(Spans):  # noqa: N801  users call the formats like functions
+class text(ByteRecords):  # noqa: N801  users call the formats like functions
     """The lines of text files, without line ends.
 
     `Records` describes the arguments.
@@ -362,7 +362,7 @@ class text(Spans):  # noqa: N801  users call the formats like functions
     def _build_index(self, file: int) -> np.ndarray[Any, Any]:
         starts, offset, rest = [], 0, b""
         while data := self._read_at(file, offset + len(rest), _BLOCK_BYTES):
-            if b"\0" in data[: 0 if offset else _NUM_TEXT] or bytes(512) in data:  # it was cut
+            if b"\0" in data[: 0 if offset else _NUM_TESTED] or bytes(512) in data:  # it was cut
                 raise RecordError(
                     f"{self.paths[file]}: has zero bytes, so it is not UTF-8 text, or cut. Read "
                     "tar archives with tar(), Parquet files with parquet(), and convert others."
@@ -414,7 +414,7 @@ def _without_query(path: str) -> str:
     return re.split("[?#]", path)[0] if path.startswith(_WEB) else path
 
 
-def _matches(fs: Any, pattern: str) -> list[str]:
+def _find_files(fs: Any, pattern: str) -> list[str]:
     """Return the files that match a pattern. A path that exists is no pattern."""
     marks = "[*[]" if pattern.startswith(_WEB) else "[*?[]"
     path = literal = _without_query(pattern)

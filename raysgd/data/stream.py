@@ -154,17 +154,17 @@ class Stream(NumberedSamples):
         check_flags("Stream", skip_broken=skip_broken)
         self._records, self._transform, self._augment = records, transform, augment
         self.files = [records]
-        self._window = as_int("Stream", "shuffle", shuffle, 0)
+        self._window_size = as_int("Stream", "shuffle", shuffle, 0)
         self.interleave = as_int("Stream", "interleave", interleave, 1)
         self._seed = as_int("Stream", "seed", seed, 0)
-        self._group = 1 if group is None else as_int("Stream", "group", group, 1)
-        self._is_list, self._skips = group is not None, skip_broken
-        self.shuffles = self._window > 1
+        self._group_size = 1 if group is None else as_int("Stream", "group", group, 1)
+        self._has_groups, self._skips = group is not None, skip_broken
+        self.shuffles = self._window_size > 1
         self.num_skipped = self._epoch_read = 0
         # Parts of the files that follow each other. Larger ones would mix less, and smaller ones
         # would decode the same row group more often.
-        self._chunk = max(1, self._window // _CHUNKS_PER_WINDOW, records.block)
-        rows = 2 * (self._window + records.block) if self.shuffles else records.block
+        self._chunk_size = max(1, self._window_size // _CHUNKS_PER_WINDOW, records.block)
+        rows = 2 * (self._window_size + records.block) if self.shuffles else records.block
         records.kept_rows, records.in_order = self.interleave * rows, not self.shuffles
 
     def __len__(self) -> int:
@@ -175,11 +175,11 @@ class Stream(NumberedSamples):
 
     @property
     def settings(self) -> str:
-        group = self._group if self._is_list else None
+        group = self._group_size if self._has_groups else None
         interleave = "" if self.interleave == 1 else f", interleave={self.interleave}"
         return (
-            f"shuffle={self._window}, seed={self._seed}, group={group}, skip_broken={self._skips}"
-            f"{interleave}"
+            f"shuffle={self._window_size}, seed={self._seed}, group={group}, "
+            f"skip_broken={self._skips}{interleave}"
         )
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
@@ -195,17 +195,17 @@ class Stream(NumberedSamples):
         if epoch != self._epoch_read:
             self._epoch_read = epoch
             self._records.close()
-        return self._records.read(self._records_of(epoch, np.asarray(numbers, np.int64)))
+        return self._records.read(self._record_numbers(epoch, np.asarray(numbers, np.int64)))
 
     def locate(self, epoch: int, number: int) -> list[Any]:
-        return self._records.locate(self._records_of(epoch, np.array([number]))[0])
+        return self._records.locate(self._record_numbers(epoch, np.array([number]))[0])
 
     def _augment_one(self, sample: Any, epoch: int, number: int) -> Any:
         if self._augment is None:
             return sample
         return self._augment(sample, np.random.default_rng((self._seed, epoch, number)))
 
-    def _records_of(self, epoch: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _record_numbers(self, epoch: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the numbers of records in the files."""
         size, stride = len(self._records), self.interleave
         if stride > 1:
@@ -215,19 +215,19 @@ class Stream(NumberedSamples):
         if not self.shuffles:
             return numbers
         positions = np.empty_like(numbers)
-        windows = numbers // self._window
+        windows = numbers // self._window_size
         for window in np.unique(windows).tolist():
-            start, own = window * self._window, windows == window
-            order = _order(min(self._window, size - start), self._seed, epoch, 1, window)
+            start, own = window * self._window_size, windows == window
+            order = _permutation(min(self._window_size, size - start), self._seed, epoch, 1, window)
             positions[own] = start + order[numbers[own] - start]
-        chunks, within = np.divmod(positions, self._chunk)
-        moves = chunks < size // self._chunk  # the last one, if it is shorter, stays the last
-        chunks[moves] = _order(size // self._chunk, self._seed, epoch, 0)[chunks[moves]]
-        return chunks * self._chunk + within
+        chunks, within = np.divmod(positions, self._chunk_size)
+        moves = chunks < size // self._chunk_size  # the last one, if it is shorter, stays the last
+        chunks[moves] = _permutation(size // self._chunk_size, self._seed, epoch, 0)[chunks[moves]]
+        return chunks * self._chunk_size + within
 
 
 @functools.lru_cache(maxsize=32)
-def _order(size: int, *seed: int) -> np.ndarray[Any, Any]:
+def _permutation(size: int, *seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).permutation(size)
 
 
@@ -248,7 +248,7 @@ class GroupedStream(Stream):
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         start = self._start or {"group": first, "taken": 0}
         skip, epoch = start["taken"], self.epoch
-        for group in range(start["group"], -(-len(self._records) // self._group), step):
+        for group in range(start["group"], -(-len(self._records) // self._group_size), step):
             for taken, sample in enumerate(self._samples(epoch, group)):
                 if taken >= skip:
                     self._state = {"group": group, "taken": taken + 1}
@@ -256,16 +256,16 @@ class GroupedStream(Stream):
             skip = 0
 
     def _samples(self, epoch: int, group: int) -> Iterable[Any]:
-        first = group * self._group
+        first, total = group * self._group_size, len(self._records)
         records = []
-        for record in self._read(epoch, range(first, min(first + self._group, len(self._records)))):
+        for record in self._read(epoch, range(first, min(first + self._group_size, total))):
             if not isinstance(record, RecordError):
                 records.append(record)
             elif self._skips:
                 self.num_skipped += 1
             else:
                 raise record
-        if self._is_list:
+        if self._has_groups:
             return records if self._transform is None else self._transform(records)
         return records if self._transform is None else map(self._transform, records)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.data.formats import Spans
+from raysgd.data.formats import ByteRecords
 
 
-class tar(Spans):  # noqa: N801
+class tar(ByteRecords):  # noqa: N801
     """The samples of tar archives: dicts of the content of consecutive files with the same stem.
 
     ``"__key__"`` is the path up to the first dot of the file name, and the other keys are the rest
@@ -31,7 +31,7 @@ class tar(Spans):  # noqa: N801
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 vars(archive)["members"] = []  # would grow with the file
-                stem, name = _stem(member.name)
+                stem, name = _split_name(member.name)
                 if stem and (member.islnk() or member.issym()):
                     raise ValueError(
                         f"{member.name!r} is only a link. Pack files instead of links, with the "
@@ -59,7 +59,7 @@ class tar(Spans):  # noqa: N801
     def _decode(self, data: bytes) -> Any:
         sample: dict[str, Any] = {}
         for path, content in _members(data):
-            stem, name = _stem(path)
+            stem, name = _split_name(path)
             if stem:
                 sample |= {"__key__": stem, name: content}
         return sample
@@ -86,7 +86,7 @@ def _members(data: bytes) -> list[tuple[str, bytes]]:
     return members
 
 
-def _stem(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """Return the key of a file's sample, and its name in it. The key is empty if it has none."""
     match = re.fullmatch(r"(?!__[^/]*__($|/))((?:.*/)?[^./]+)\.([^/]*)", name, re.DOTALL)
     return (match[2], match[3].lower()) if match else ("", "")
