@@ -51,7 +51,7 @@ class Options(ABC):
     use_local: bool = False
     elastic: Any = None
 
-    trainer: ClassVar[str]
+    trainer_name: ClassVar[str]
     flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")  # booleans
     precisions: ClassVar[Collection[Any]]  # allowed values of ``use_fp16``
     times_steps: ClassVar[bool] = False  # whether shares can follow the speed of the workers
@@ -59,34 +59,34 @@ class Options(ABC):
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, tuple | list):
             raise TypeError(
-                f"{self.trainer}(num_workers={self.num_workers!r}): must be an int, the maximum. "
-                "Pass the minimum as min_workers."
+                f"{self.trainer_name}(num_workers={self.num_workers!r}): must be an int, the "
+                "maximum. Pass the minimum as min_workers."
             )
-        num_workers = as_int(self.trainer, "num_workers", self.num_workers, 1, MAX_WORKERS)
-        min_workers = as_int(self.trainer, "min_workers", self.min_workers)
+        num_workers = as_int(self.trainer_name, "num_workers", self.num_workers, 1, MAX_WORKERS)
+        min_workers = as_int(self.trainer_name, "min_workers", self.min_workers)
         if not 1 <= min_workers <= num_workers:
             raise ValueError(
-                f"{self.trainer}(min_workers={min_workers}, num_workers={num_workers}): "
+                f"{self.trainer_name}(min_workers={min_workers}, num_workers={num_workers}): "
                 "min_workers must be between 1 and num_workers."
             )
-        config = as_dict(self.trainer, "config", self.config)
+        config = as_dict(self.trainer_name, "config", self.config)
         set_fields(
             self,
             num_workers=num_workers,
             min_workers=min_workers,
             config=config,
             resources_per_worker=self._resources(),
-            elastic=as_elastic_config(self.trainer, self.elastic, self.times_steps),
+            elastic=as_elastic_config(self.trainer_name, self.elastic, self.times_steps),
         )
         if config.get(BATCH_SIZE) is not None:
             argument = "num_shards" if self.layout.has_fixed_parts else "num_workers"
             num_parts = self.layout.num_full_parts(num_workers)
             config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], num_parts, argument)
-        check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
-        check_choice(self.trainer, "backend", self.backend, self.backends())
-        check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions)
-        check_flags(self.trainer, **{name: getattr(self, name) for name in self.flags})
-        check_timeout(self.trainer, self.timeout_s)
+        check_choice(self.trainer_name, "use_gpu", self.use_gpu, (True, False, "auto"))
+        check_choice(self.trainer_name, "backend", self.backend, self.backends())
+        check_choice(self.trainer_name, "use_fp16", self.use_fp16, self.precisions)
+        check_flags(self.trainer_name, **{name: getattr(self, name) for name in self.flags})
+        check_timeout(self.trainer_name, self.timeout_s)
         if self.use_horovod:
             check_horovod()
 
@@ -94,24 +94,24 @@ class Options(ABC):
         num_cpus = self.num_cpus_per_worker
         if not is_number(num_cpus) or not num_cpus > 0:
             raise ValueError(
-                f"{self.trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0. To "
+                f"{self.trainer_name}(num_cpus_per_worker={num_cpus!r}): must be above 0. To "
                 "reserve almost no CPU, pass 0.001."
             )
-        resources = as_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
+        resources = as_dict(self.trainer_name, "resources_per_worker", self.resources_per_worker)
         for name, amount in resources.items():
             if not is_number(amount) or not amount > 0:
                 raise ValueError(
-                    f"{self.trainer}(resources_per_worker={{{name!r}: {amount!r}}}): must be "
+                    f"{self.trainer_name}(resources_per_worker={{{name!r}: {amount!r}}}): must be "
                     "above 0."
                 )
         if "CPU" in resources:
             raise ValueError(
-                f"{self.trainer}(resources_per_worker=...) has 'CPU'. Use num_cpus_per_worker."
+                f"{self.trainer_name}(resources_per_worker=...) has 'CPU'. Use num_cpus_per_worker."
             )
         if self.use_local and self.num_workers == 1 and (amount := resources.get("GPU", 1)) != 1:
             raise ValueError(
-                f"{self.trainer}(use_local=True, resources_per_worker={{'GPU': {amount!r}}}): the "
-                "worker in this process uses one GPU. Remove GPU or use_local."
+                f"{self.trainer_name}(use_local=True, resources_per_worker={{'GPU': {amount!r}}}): "
+                "the worker in this process uses one GPU. Remove GPU or use_local."
             )
         return resources
 
@@ -168,7 +168,7 @@ class Options(ABC):
         asks_for_gpus = "GPU" in self.resources_per_worker
         if asks_for_gpus and self.use_gpu is False:
             raise ValueError(
-                f"{self.trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False): these "
+                f"{self.trainer_name}(resources_per_worker={{'GPU': ...}}, use_gpu=False): these "
                 "contradict each other. Remove GPU, or pass use_gpu=True."
             )
         use_gpu, is_inline = self.use_gpu, self.use_local and self.num_workers == 1
@@ -178,8 +178,8 @@ class Options(ABC):
             # Ray would assign the GPU that this process uses to another worker
             if self.use_gpu is True or asks_for_gpus:
                 raise ValueError(
-                    f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1, because "
-                    "Ray cannot assign a GPU to this process. Remove use_local, or pass "
+                    f"{self.trainer_name}(use_local=True, use_gpu=True) needs num_workers=1, "
+                    "because Ray cannot assign a GPU to this process. Remove use_local, or pass "
                     "use_gpu=False."
                 )
             logger.warning(

@@ -25,7 +25,7 @@ class TFOptions(Options):
     environment: Mapping[str, str] = field(default_factory=keras_environment)
     """The driver's choice of Keras."""
 
-    trainer = "TFTrainer"
+    trainer_name = "TFTrainer"
     precisions = (False, True, "mixed_float16", "mixed_bfloat16")
 
     @property

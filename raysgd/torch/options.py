@@ -106,29 +106,30 @@ class TorchOptions(Options):
     bad_steps: BadSteps | None = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
-    trainer = "TorchTrainer"
+    trainer_name = "TorchTrainer"
     flags = ("wrap_ddp", "split_on_oom", *Options.flags)
     precisions = PRECISIONS
     times_steps = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_oldest(self.trainer, "torch", torch.__version__)
-        frequencies = (None, "batch", "epoch", "manual")
-        check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
+        check_oldest(self.trainer_name, "torch", torch.__version__)
+        frequency, allowed = self.scheduler_step_freq, (None, "batch", "epoch", "manual")
+        check_choice(self.trainer_name, "scheduler_step_freq", frequency, allowed)
         if self.guard == "check":
             set_fields(self, guard=Guard())
         if not isinstance(self.guard, Guard | None):
             raise ValueError(
-                f'{self.trainer}(guard={self.guard!r}): must be "check", None, or '
+                f'{self.trainer_name}(guard={self.guard!r}): must be "check", None, or '
                 "raysgd.Guard(...)."
             )
         if not isinstance(self.bad_steps, BadSteps | None):
             raise TypeError(
-                f"{self.trainer}(bad_steps={self.bad_steps!r}): must be None or a raysgd.BadSteps."
+                f"{self.trainer_name}(bad_steps={self.bad_steps!r}): must be None or a "
+                "raysgd.BadSteps."
             )
         dtypes = (None, torch.float16, torch.bfloat16)
-        check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)
+        check_choice(self.trainer_name, "amp_dtype", self.amp_dtype, dtypes)
         if self.amp_dtype is not None and self.use_fp16 is not True:
             raise ValueError(
                 f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
@@ -146,12 +147,12 @@ class TorchOptions(Options):
 
     def _check_exact(self) -> None:
         if not isinstance(self.exact, EqualBits):
-            check_choice(self.trainer, "exact", self.exact, (None, "bits"))
-        conflicts.check("equal bits", f"{self.trainer}(exact={self.exact!r})", self)
+            check_choice(self.trainer_name, "exact", self.exact, (None, "bits"))
+        conflicts.check("equal bits", f"{self.trainer_name}(exact={self.exact!r})", self)
         set_fields(self, split_on_oom=False)  # micro-batches would change the result
         if self.num_workers > self.layout.num_full_parts(self.num_workers):
             raise ValueError(
-                f"{self.trainer}(num_workers={self.num_workers}, exact={self.exact!r}): each "
+                f"{self.trainer_name}(num_workers={self.num_workers}, exact={self.exact!r}): each "
                 "worker trains at least one shard. Pass at most as many workers as shards."
             )
 

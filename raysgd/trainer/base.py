@@ -65,9 +65,9 @@ class OperatorTrainer(TrainerInfo):
         logdir: str | os.PathLike[str] | None,
     ) -> None:
         if initialization_hook is not None:
-            check_function(options.trainer, "initialization_hook", initialization_hook)
-        self._logdir = as_logdir(logdir)
-        attached = trainer_callbacks(options.trainer, callbacks, options.use_tqdm, self._logdir)
+            check_function(options.trainer_name, "initialization_hook", initialization_hook)
+        name, self._logdir = options.trainer_name, as_logdir(logdir)
+        attached = trainer_callbacks(name, callbacks, options.use_tqdm, self._logdir)
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         self._options = options = options.resolve()  # may start Ray
         self._controller = controller = Controller(
@@ -80,7 +80,7 @@ class OperatorTrainer(TrainerInfo):
         )
         self._callback_list = CallbackList(attached)
         self._callback_list.around_saving = controller.speed.saving
-        self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, options.trainer)
+        self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name)
         self._fit_loop = fit_loop = FitLoop(options, dispatcher)
         self._transfer = self._transfer_cls(options, dispatcher, fit_loop)
         # Shut down even if the script never calls shutdown().
