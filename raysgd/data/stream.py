@@ -28,7 +28,7 @@ _MIX_SIZE = 1000  # samples in which each stream of a mix has its share
 _CHUNKS_PER_WINDOW = 8
 
 
-class Keys:
+class SampleKeys:
     """The keys of the samples of an epoch, computed where they are read.
 
     Within each step of `step` samples from `offset` on, the samples of a part of the data follow

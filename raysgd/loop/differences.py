@@ -26,7 +26,7 @@ def hash_of(values: Any) -> int:
     return int.from_bytes(content, "little", signed=True)
 
 
-def compare(contents: list[dict[Key, Any]]) -> dict[Key, list[Any]]:
+def differing(contents: list[dict[Key, Any]]) -> dict[Key, list[Any]]:
     """Return the contents that differ, with their values by rank."""
     differences = {}
     for key in dict.fromkeys(itertools.chain.from_iterable(contents)):

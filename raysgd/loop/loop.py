@@ -35,7 +35,7 @@ from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.segment import Segment
-from raysgd.loop.snapshots import Snapshots
+from raysgd.loop.snapshots import SnapshotTaker
 from raysgd.loop.train_state import StateAccess
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
@@ -68,7 +68,7 @@ class Loop:
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_record = CallRecord(self.train_state)
         self.evaluation = Evaluation(operator, control, self.call_record)
-        self.snapshots = Snapshots(self.train_state, read_snapshot)
+        self.snapshots = SnapshotTaker(self.train_state, read_snapshot)
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
         """Train up to the goal of a request, and return metrics. None at `callback_pause_step`.

@@ -31,7 +31,7 @@ from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
-from raysgd.loop.state_schema import models_last
+from raysgd.loop.state_schema import with_models_last
 from raysgd.loop.train_state import RandomGenerators, StateAccess, TrainState
 
 logger = logging.getLogger(__name__)
@@ -366,13 +366,13 @@ class OperatorRunner(Runner, ABC):
         state["epoch"] = train_state.epoch + (train_state.offset > 0)
         if not is_snapshot:
             state["data"]["loaders"] = data.loader_summaries
-            return models_last(state | loop.state_access.read())
+            return with_models_last(state | loop.state_access.read())
         # Other batch sizes follow from the new number of workers.
         batching = {name: each for name, each in data.batching().items() if not each[1]}
         state |= {"call": dict(loop.call_record.export()), "batching": batching}
         state["module_modes"] = loop.state_access.module_modes()
         state |= loop.state_access.read()
-        return models_last(loop.state_access.without_frozen(state, for_workers=True))
+        return with_models_last(loop.state_access.without_frozen(state, for_workers=True))
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state.

@@ -21,7 +21,7 @@ _INTERVAL_S = 60.0
 """Seconds between two snapshots within an epoch."""
 
 
-class Snapshots:
+class SnapshotTaker:
     """Holds the newest copy of one worker's state, in case all workers are lost.
 
     The training thread copies the state to the memory of the host. Another thread sends the copy to

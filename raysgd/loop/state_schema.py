@@ -14,9 +14,9 @@ from raysgd.checkpoint.file import REQUIRED
 from raysgd.errors import CheckpointError
 
 
-def for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
+def entries_for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what workers load of a state: all without the entries of the driver and of a call."""
-    return models_last(without_call(state, *DRIVER_KEYS))
+    return with_models_last(without_call(state, *DRIVER_KEYS))
 
 
 def without_call(state: Mapping[str, Any], *more: str) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def without_call(state: Mapping[str, Any], *more: str) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in (*of_call, *more)}
 
 
-def models_last(state: dict[str, Any]) -> dict[str, Any]:
+def with_models_last(state: dict[str, Any]) -> dict[str, Any]:
     """Sort a state, because workers receive the last entries in the memory of their own."""
     last = {key: state.pop(key) for key in ("optimizers", "models") if key in state}
     return state | last

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.differences import compare, cpu_model, format_values, hash_of, minority_of
+from raysgd.loop.differences import cpu_model, differing, format_values, hash_of, minority_of
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import LossCount, Update
 from raysgd.tf.communication import create_collectives
@@ -210,7 +210,7 @@ def _compare_workers(
         return bool(found)
     size = train_state.collectives.size
     reports = [train_state.collectives.broadcast(lambda: values, rank) for rank in range(size)]
-    differences = compare([dict(zip(contents, each, strict=False)) for each in reports])
+    differences = differing([dict(zip(contents, each, strict=False)) for each in reports])
     if differences.keys() == {"CPU"}:
         return False
     names = [f"{name} ({format_values(values)})" for name, values in differences.items()]

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from raysgd._internal.arguments import is_number
 from raysgd.cluster.large_values import Incoming
 from raysgd.comm.mesh import as_bytes
-from raysgd.torch.tensors import ELEMENTWISE, inner_optimizers, is_like, nested_tensors
+from raysgd.torch.tensors import ELEMENTWISE, can_copy, inner_optimizers, nested_tensors
 
 _INNER = "raysgd_inner"
 """Entry of an optimizer's state: states of the optimizers in it, by number."""
@@ -165,7 +165,7 @@ def model_problem(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     for key, value in own.items():
         if not isinstance(value, torch.Tensor):
             continue
-        if not is_like(state[key], value):
+        if not can_copy(state[key], value):
             return f"its {key} is not a {str(value.layout).removeprefix('torch.')} tensor"
         if state[key].shape != value.shape:
             return f"its {key} has shape {tuple(state[key].shape)}, not {tuple(value.shape)}"

@@ -28,7 +28,7 @@ _MAX_REFERENCES = 100_000
 
 _OF_SCHEDULER = ("step", "state_dict", "load_state_dict")
 _SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
-_INSTEAD = {
+_UNUSABLE = {
     "RecursiveScriptModule": _SCRIPTED,
     "TopLevelTracedModule": _SCRIPTED,
     "ZeroRedundancyOptimizer": "Register the optimizer itself, with "
@@ -55,9 +55,9 @@ def as_registered(name: str, argument: Any, kind: type | None) -> list[Any]:
                 f"register({name}=...) got {repr(member)[:200]}. Pass {expected}, or a list."
             )
         modules = member.modules() if isinstance(member, torch.nn.Module) else [member]
-        if unusable := _INSTEAD.keys() & {type(each).__name__ for each in modules}:
+        if unusable := _UNUSABLE.keys() & {type(each).__name__ for each in modules}:
             cls_name = unusable.pop()
-            raise TypeError(f"register({name}=...) cannot use a {cls_name}. {_INSTEAD[cls_name]}")
+            raise TypeError(f"register({name}=...) cannot use a {cls_name}. {_UNUSABLE[cls_name]}")
         if kind is torch.optim.Optimizer and not hasattr(member, "_optimizer_step_pre_hooks"):
             raise TypeError(
                 f"register({name}=...) cannot use a {type(member).__name__}, whose __init__ does "

@@ -64,7 +64,7 @@ class TorchRunner(OperatorRunner):
         operator_cls, config, arguments = self._worker_arguments(context)
         if "tensorflow" in sys.modules:  # a module of the operator has imported it
             refuse_triton()
-        device = _device(bool(self._options.use_gpu), context)
+        device = _choose_device(bool(self._options.use_gpu), context)
         settings = TorchSettings(device=device, **arguments)
         operator = build_operator(operator_cls, config, settings)
         self.start_operator(operator, TorchStateAccess(operator._train_state))
@@ -146,7 +146,7 @@ def build_operator(
     return operator
 
 
-def _device(use_gpu: bool, context: WorkerContext) -> torch.device:
+def _choose_device(use_gpu: bool, context: WorkerContext) -> torch.device:
     if not use_gpu:
         return torch.device("cpu")
     # The module of the operator may have set another current GPU than `TorchRunner.prepare`.

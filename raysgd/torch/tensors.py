@@ -194,7 +194,7 @@ class Versions:
         return {each for each, _ in pairs}
 
 
-def kind_of(device: torch.device) -> str:
+def arithmetic_of(device: torch.device) -> str:
     """Return what determines the rounding of a computation, apart from data and seeds."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -203,7 +203,7 @@ def kind_of(device: torch.device) -> str:
     return f"{name} with PyTorch {torch.__version__} and {torch.get_num_threads()} threads"
 
 
-def is_like(saved: Any, value: torch.Tensor) -> bool:
+def can_copy(saved: Any, value: torch.Tensor) -> bool:
     """Return whether `saved` is a tensor that can be copied to `value` if their shapes agree."""
     return (
         isinstance(saved, torch.Tensor)

@@ -28,7 +28,7 @@ from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
-from raysgd.loop.state_schema import DRIVER_KEYS, check_state, for_workers, without_call
+from raysgd.loop.state_schema import DRIVER_KEYS, check_state, entries_for_workers, without_call
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
 
@@ -200,14 +200,14 @@ class StateTransfer:
         self.dispatcher.check_open(changes_state=True)
         check_state(state)
         driver_entries = {key: state.get(key, {}) for key in DRIVER_KEYS}
-        worker_entries = for_workers(state)
+        worker_entries = entries_for_workers(state)
         with self.dispatcher.callback_list.load_states(copy.deepcopy(driver_entries["callbacks"])):
             self.dispatcher.run(LoadRequest(state=worker_entries), changes_state=True)
         path = driver_entries["parent"].get("path")
         self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
         if reread is not None:
-            snapshots.replace_with(lambda: for_workers(reread()))
+            snapshots.replace_with(lambda: entries_for_workers(reread()))
         elif any(member.is_remote for member in self.dispatcher.controller.members):
             snapshots.store(worker_entries)
         else:  # packing needs Ray

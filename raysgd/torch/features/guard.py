@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.differences import compare, format_values, hash_of, minority_of, name_workers
+from raysgd.loop.differences import differing, format_values, hash_of, minority_of, name_workers
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.digests import digest_of, has_bits
@@ -18,7 +18,7 @@ from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
 from raysgd.torch.options import Guard
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.tensors import kind_of
+from raysgd.torch.tensors import arithmetic_of
 
 _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""
@@ -208,7 +208,7 @@ class ReplicaGuard(UpdateFeature):
         for kind, name, value in self._contents.contents(*flags):
             is_tensor = isinstance(value, torch.Tensor)
             own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
-        context, kind = registered.context, kind_of(registered.device)
+        context, kind = registered.context, arithmetic_of(registered.device)
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
             f"After step {step}, the workers differ. A failure interrupted the report of the "
@@ -220,7 +220,7 @@ class ReplicaGuard(UpdateFeature):
         reports = [broadcast(lambda: mine, rank) for rank in range(context.world_size)]
         kinds = {kind for _, kind, _ in reports}
         self._equal_step = max(step for _, _, step in reports)  # a new worker has compared nothing
-        differences = compare([contents for contents, _, _ in reports])
+        differences = differing([contents for contents, _, _ in reports])
         self._problem = ""
         if not differences:  # the replicas differed for a moment
             return

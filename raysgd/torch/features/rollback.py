@@ -15,10 +15,10 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.tensors import (
     Versions,
+    can_copy,
     copy_all,
     copy_group,
     inner_optimizers,
-    is_like,
     parameters_of,
     renormalized_weights,
 )
@@ -200,7 +200,7 @@ def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) 
     if value is None:
         setattr(module, name, None)
     elif (
-        is_like(buffer, value)
+        can_copy(buffer, value)
         and (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
         and buffer.layout is torch.strided
         and 0 not in buffer.stride()  # elements of an expanded tensor share memory

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd._internal.collectives import Collectives
-from raysgd.data.stream import Keys
+from raysgd.data.stream import SampleKeys
 from raysgd.loop.train_state import RandomGenerators
 
 HUGE = 2**24
@@ -58,7 +58,7 @@ class HugeOrder:
                 return index
 
 
-Order = torch.Tensor | list[Any] | HugeOrder | Keys | None
+Order = torch.Tensor | list[Any] | HugeOrder | SampleKeys | None
 """Order of an epoch: indices or other keys of a sampler. None means the order of the data set."""
 
 

@@ -34,7 +34,7 @@ from raysgd.data.source import (
     length_of,
     size_and_rank_of,
 )
-from raysgd.data.stream import Keys, NumberedSamples, check_files, close_files, file_stamps
+from raysgd.data.stream import NumberedSamples, SampleKeys, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.batches import IGNORED, collate_samples
 from raysgd.torch.input.loader_copies import (
@@ -244,7 +244,7 @@ class MapStyleSource(PartitionedSource):
         if self._numbered is not None:
             partition = self._partition
             step = partition.step_size if partition.training else 0  # predict keeps the order
-            return Keys(self._numbered, epoch, offset, step)
+            return SampleKeys(self._numbered, epoch, offset, step)
         return self.epoch_order.draw(epoch)
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:

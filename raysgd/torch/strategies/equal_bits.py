@@ -43,7 +43,7 @@ from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.replicated_exchange import GroupExchange, broadcast_models
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
-from raysgd.torch.tensors import copy_leaf, kind_of, multiply_all, parameters_of, version_of
+from raysgd.torch.tensors import arithmetic_of, copy_leaf, multiply_all, parameters_of, version_of
 
 _KEY = "num_shards"
 _MODE = 'exact="bits"'
@@ -98,7 +98,7 @@ class EqualBitsExchange(GroupExchange):
         self._metrics = PartMetrics(self._registered)
         if not self._registered.context.distributed:
             return
-        own = kind_of(self._registered.device)
+        own = arithmetic_of(self._registered.device)
         first = self._registered.collectives.broadcast(lambda: own, 0)
         if self._registered.collectives.any_rank(own != first):
             raise RuntimeError(

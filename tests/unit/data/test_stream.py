@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from raysgd.data import Stream, formats, jsonl, mix, parquet, tar, text
 from raysgd.data.formats import RecordError
-from raysgd.data.stream import Keys, check_files, file_stamps
+from raysgd.data.stream import SampleKeys, check_files, file_stamps
 from raysgd.errors import CheckpointError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -109,7 +109,7 @@ def test_each_epoch_has_each_record_once_in_its_own_order(make, name, shuffle):
         stream.set_epoch(epoch)
         orders.append(list(stream))
         assert sorted(orders[-1]) == list(range(100))
-        keys = Keys(stream, epoch)[10:90]
+        keys = SampleKeys(stream, epoch)[10:90]
         assert stream.__getitems__(keys) == orders[-1][10:90]
         assert stream[(epoch, 37)] == orders[-1][37]
     if shuffle > 1:
@@ -158,7 +158,7 @@ def test_random_changes_depend_on_the_number_of_the_sample(make):
         records, transform=number, augment=lambda n, generator: (n, generator.random()), shuffle=9
     )
     whole = list(stream)
-    assert stream.__getitems__(Keys(stream, 0)[20:25]) == whole[20:25]
+    assert stream.__getitems__(SampleKeys(stream, 0)[20:25]) == whole[20:25]
     assert len({value for _, value in whole}) == 100
     stream.set_epoch(1)
     assert not {value for _, value in stream} & {value for _, value in whole}

@@ -13,7 +13,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import Replication
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
-from raysgd.loop.snapshots import Snapshots
+from raysgd.loop.snapshots import SnapshotTaker
 from raysgd.loop.state_schema import check_state
 from raysgd.torch.tensors import copy_leaf
 from tests.operators import on_gpu
@@ -256,7 +256,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         collectives=SimpleNamespace(all_reduce_min=lambda value: [min(value, answers.pop())]),
         copy_leaf=lambda leaf, on_host: leaf,
     )
-    snapshots = Snapshots(state, dict)
+    snapshots = SnapshotTaker(state, dict)
     snapshots.maybe_take()
     assert snapshots.newest_step is None
     for answer, expected in ((0, None), (1, 7)):

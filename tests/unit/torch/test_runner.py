@@ -27,7 +27,7 @@ from raysgd.metrics import AverageMeterCollection
 from raysgd.torch import state_access
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner, _device
+from raysgd.torch.runner import TorchRunner, _choose_device
 from tests.conftest import run_ranks, wait_until
 from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of, failure, make_runner
 
@@ -83,8 +83,8 @@ def test_only_a_single_local_worker_uses_the_current_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     alone = WorkerContext(in_driver=True)
     gpu_runner(monkeypatch).prepare(alone)
-    assert _device(True, alone) == torch.device("cuda", 3)
-    assert _device(True, WorkerContext(gpu_index=1)) == torch.device("cuda", 1)
+    assert _choose_device(True, alone) == torch.device("cuda", 3)
+    assert _choose_device(True, WorkerContext(gpu_index=1)) == torch.device("cuda", 1)
     with pytest.raises(RuntimeError, match="must use a GPU"):
         gpu_runner(monkeypatch).prepare(WorkerContext(in_driver=True, world_size=2))
 
