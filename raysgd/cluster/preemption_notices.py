@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Iterable
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker_handle import WorkerHandle
+
+logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0  # seconds between two requests to Ray
 _SILENT_S = 2.0  # seconds without an answer after which the Ray head node counts as unresponsive
@@ -30,6 +33,7 @@ class PreemptionNotices:
         self._announced: dict[WorkerHandle | str, Notice] = {}  # by worker or node ID
         self._is_over: threading.Event | None = None
         self._asked_at: float | None = None  # time of the request that Ray has not answered
+        self._logged_at: float | None = None  # time of the last one that was logged
 
     # ---- notices of the user
 
@@ -67,11 +71,18 @@ class PreemptionNotices:
                 }
             self._asked_at = None
 
-    @property
-    def is_ray_silent(self) -> bool:
-        """Whether the Ray head node is unresponsive. Requests to it would then block."""
+    def detect_ray_silence(self) -> bool:
+        """Return whether the Ray head node is unresponsive, so that requests to it would block.
+
+        Log the start of the silence.
+        """
         asked_at = self._asked_at
-        return asked_at is not None and self._clock.monotonic() - asked_at > _SILENT_S
+        if asked_at is None or self._clock.monotonic() - asked_at <= _SILENT_S:
+            return False
+        if self._logged_at != asked_at:
+            self._logged_at = asked_at
+            logger.warning("The Ray head does not answer. Replacement workers wait for it.")
+        return True
 
     # ---- all notices
 

@@ -288,7 +288,7 @@ class Controller:
         Also restart without preempted workers if enough other workers remain or fit.
         """
         with self._aborting_on_error():
-            if self._group.notices.is_ray_silent:
+            if self._group.notices.detect_ray_silence():
                 return False  # no worker could be started
             if num_leaving := len(self._group.leaving()):
                 num_staying = len(self.members) - num_leaving

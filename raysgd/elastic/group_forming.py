@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -125,7 +126,7 @@ class GroupForming:
 
     def restart(self, min_workers: int) -> state_machine.GroupEvent:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
-        began, is_first = self._clock.monotonic(), self._scale_up.is_first_start
+        began, is_first = self._clock.monotonic(), self._record.is_first_start
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
         num_before = len(self._group.members)
         self._group.discard(*self._group.members)
@@ -150,7 +151,7 @@ class GroupForming:
         config, call = self._components.config, self._components.call
         num_members, starting = len(self._group.members), not self._group.members
         missing = state_machine.too_few(num_members, min_workers)
-        deadline, num_waits = 0.0, 0
+        deadline, num_waits, enough_at = 0.0, 0, math.inf
         while True:
             self._components.check_open()
             self._scale_up.advance(starting)
@@ -158,11 +159,13 @@ class GroupForming:
                 if isinstance(error, WorkerLostError) and call.causes:
                     raise self._record.make_error(call, str(error), cause=error)
                 raise error
-            if self._scale_up.decide_start(min_workers):
-                return
             now = self._clock.monotonic()
+            if num_members + len(self._scale_up.ready_workers()) >= min_workers:
+                enough_at = min(enough_at, now)
+                if now >= enough_at + self._scale_up.grace_s():
+                    return
             is_short = num_members + self._scale_up.num_started() < min_workers
-            if is_short and now >= deadline and not self._group.notices.is_ray_silent:
+            if is_short and now >= deadline and not self._group.notices.detect_ray_silence():
                 room = self._group.describe_room()
                 if num_waits == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
@@ -196,7 +199,6 @@ class GroupForming:
         self._scale_up.forget_joined(members)
         if not (self._components.policy.survivors_stay and self._components.config.grow):
             self._scale_up.discard()  # late workers could never join
-        self._scale_up.set_up_alone()
         return True
 
     def _start_phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
@@ -231,7 +233,6 @@ class GroupForming:
         self._discard_pending(attempt.lost | lost)
         if are_used:
             self._scale_up.discard(members)
-        self._scale_up.set_up_alone()
         self._record.generation += 1  # a late interruption of this one must not reach later work
 
     # ---- both

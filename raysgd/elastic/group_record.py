@@ -70,6 +70,11 @@ class GroupRecord:
     def position(self) -> ReportedPosition:
         return self.progress.position
 
+    @property
+    def is_first_start(self) -> bool:
+        """Whether no group has formed yet."""
+        return all(event.kind != "started" for event in self.events)
+
     def update(self, *reported: Progress | None) -> None:
         """Set the progress to the newest of those that are reported, if there are any."""
         known = [each for each in reported if each is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ _LOOK_EVERY_S = 0.25
 """Seconds between two checks for free resources."""
 
 Phase = Literal["come up", "start", "set up", "join"]
+"""What a pending worker does. In the last phase, it is ready to join."""
 
 
 @dataclass(eq=False)
@@ -45,7 +47,6 @@ class PendingWorker:
     context: WorkerContext | None = None
     handle: WorkerHandle | None = None
     phase: Phase = "come up"
-    is_ready: bool = False
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class PendingWorker:
         try:
             next(self._phases)
         except StopIteration:
-            self.is_ready, self.phase = True, "join"
+            self.phase = "join"
         except BaseException as error:
             self.error = error  # also store it after Ctrl-C, because the generator has ended
             from_worker = isinstance(error.__cause__, RemoteTraceback)
@@ -82,7 +83,7 @@ class PendingWorker:
         entered = None if together else self._set_up(handle)  # the worker queues both
         yield from self._await_outcome(created, "start")
         while self.scale_up.sets_up_together:
-            self.is_ready, self.phase = True, "join"
+            self.phase = "join"
             yield
         yield from self._await_outcome(entered or self._set_up(handle), "set up")
 
@@ -129,25 +130,25 @@ class ScaleUp:
     """Arguments of `Worker.create`."""
     timeout_s: float
     """Timeout in seconds for each phase of a pending worker from ``create`` on."""
-    sets_up_together: bool = True
-    """Whether the workers set up together in one process group, in a start of all workers. If
-    survivors stay, only the first start does so, until a worker is lost. Later, each worker sets up
-    alone."""
     error: BaseException | None = None
     """Error of the newest worker, if another worker would fail in the same way."""
 
     def __post_init__(self) -> None:
         self._pending: list[PendingWorker] = []
-        self._lost_slots: list[AnySlot | None] = []
-        self._crashes: dict[AnySlot, tuple[Phase, int]] = {}
-        """By slot: the phase in which its last workers were lost, and how many in a row."""
-        self._num_delays = 0
-        self._retry_at: dict[AnySlot, float] = {}
+        self._losses: dict[AnySlot | None, tuple[Phase, int]] = {}
+        """By slot whose worker was lost: the phase, and how many pending ones in a row."""
+        self._delays: list[tuple[AnySlot, float]] = []
+        """For each failure: the slot, and when it may start another worker."""
         self._resized_at = self.group.clock.monotonic()
-        self._enough_at: float | None = None
-        self.is_first_start = True
-        """Whether no group has formed yet."""
-        self._has_logged_silence = False
+
+    @property
+    def sets_up_together(self) -> bool:
+        """Whether the workers set up together in one process group, in a start of all workers.
+
+        If survivors stay, only the first start does so, until a worker is lost. Later, each worker
+        sets up alone.
+        """
+        return not self.policy.survivors_stay or self.record.generation == 0
 
     def advance_if_allowed(self) -> None:
         """Advance the pending workers. Start missing ones if the group may grow."""
@@ -156,13 +157,13 @@ class ScaleUp:
 
     def expect_replacement(self, member: WorkerHandle) -> None:
         """Let the replacement of a lost member join without the cooldown, which begins now."""
-        self._lost_slots.append(self.group.slot_of(member))
+        self._losses[self.group.slot_of(member)] = "join", 0
         self._resized_at = self.group.clock.monotonic()
         self.reset_failures()
 
     def reset_failures(self) -> None:
         """Reset the failures of pending workers, because their cause may be gone."""
-        self._num_delays, self._retry_at, self.error = 0, {}, None
+        self._delays, self.error = [], None
 
     def request_room(self) -> bool:
         """Request resources if the group may grow. Return whether some are free."""
@@ -179,12 +180,8 @@ class ScaleUp:
         With `starting`, pending workers form the group in the reserved slots. While the Ray head
         node does not respond, do nothing, because requests would block the driver.
         """
-        if self.group.notices.is_ray_silent:
-            if not self._has_logged_silence:
-                self._has_logged_silence = True
-                logger.warning("The Ray head does not answer. Replacement workers wait for it.")
+        if self.group.notices.detect_ray_silence():
             return
-        self._has_logged_silence = False
         self._advance_each(self._pending)
         missing = self._num_missing()
         if missing <= 0:
@@ -193,7 +190,7 @@ class ScaleUp:
                 self._discard(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
-        if missing > 0 and self._num_delays < self.config.max_attempts:
+        if missing > 0 and len(self._delays) < self.config.max_attempts:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
@@ -220,7 +217,7 @@ class ScaleUp:
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members)
         for slot in vacant:
-            if now < self._retry_at.get(slot, 0.0):
+            if any(each is slot and now < until for each, until in self._delays):
                 continue
             ranks = {worker.rank for worker in self._pending}
             self._pending.append(
@@ -229,7 +226,7 @@ class ScaleUp:
                     slot,
                     next((r for r in range(num_staying, size) if r not in ranks), size - 1),
                     size,
-                    replaces_lost=replaces or slot in self._lost_slots,
+                    replaces_lost=replaces or slot in self._losses,
                 )
             )
         return self._pending[len(taken) :]
@@ -254,10 +251,9 @@ class ScaleUp:
         cause = cause_of(handle, error)
         self.record.add_event("newcomer_failed", [] if handle is None else [handle], cause=cause)
         if is_worker_loss(error):
-            self._lost_slots.append(slot)
-            before, count = self._crashes.get(slot, (phase, 0))
+            before, count = self._losses.get(slot, (phase, 0))
             count = count + 1 if phase == before else 1
-            self._crashes[slot] = phase, count
+            self._losses[slot] = phase, count
             if count < (_MAX_SETUP_CRASHES if phase == "set up" else self.config.max_attempts):
                 return
             if handle is not None and phase in ("start", "set up"):  # these run user code
@@ -269,14 +265,14 @@ class ScaleUp:
                     node_id=handle.info.node_id,
                     cause=cause,
                 )
-        elif self.is_first_start or not isinstance(error, WorkerTimeoutError):
+        elif self.record.is_first_start or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
+        number = len(self._delays)
         if isinstance(error, CheckpointError):  # no worker can load this state
-            self._num_delays = max(self._num_delays, self.config.max_attempts - 1)
-        wait_s = backoff_s(self._num_delays, self.config)
-        self._retry_at[slot] = self.group.clock.monotonic() + wait_s
-        self._num_delays += 1
-        if self._num_delays == self.config.max_attempts:
+            number = max(number, self.config.max_attempts - 1)
+        until = self.group.clock.monotonic() + backoff_s(number, self.config)
+        self._delays += [(slot, until)] * (number + 1 - len(self._delays))
+        if number + 1 == self.config.max_attempts:
             logger.warning("No more replacement workers start in this call.")
 
     def _discard(self, worker: PendingWorker) -> None:
@@ -294,11 +290,11 @@ class ScaleUp:
 
     def ready_workers(self) -> list[WorkerHandle]:
         """Return the pending workers that can join now."""
-        if not self.policy.survivors_stay and self.group.notices.is_ray_silent:
+        if not self.policy.survivors_stay and self.group.notices.detect_ray_silence():
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()
-        ready = [w for w in self._pending if w.is_ready and (is_free or w.replaces_lost)]
+        ready = [w for w in self._pending if w.phase == "join" and (is_free or w.replaces_lost)]
         return [worker.handle for worker in ready if worker.handle is not None]
 
     def num_started(self) -> int:
@@ -308,30 +304,24 @@ class ScaleUp:
     def begin_start(self) -> None:
         """Prepare for a start, which makes the started workers the group."""
         self.reset_failures()
-        self._enough_at = None
-        # Crashes while other workers trained do not count.
-        self._crashes = {slot: c for slot, c in self._crashes.items() if c[0] != "set up"}
+        for slot, (phase, _) in self._losses.items():
+            if phase == "set up":  # crashes while other workers trained do not count
+                self._losses[slot] = phase, 0
 
-    def decide_start(self, min_workers: int) -> bool:
-        """Return whether there are enough members and workers that may join.
+    def grace_s(self) -> float:
+        """Return how many seconds a start waits for late workers when there are enough.
 
-        A start waits a while for late workers, and always for a worker in the driver's process.
+        It always waits for a worker in the driver's process.
         """
-        num_members, now = len(self.group.members), self.group.clock.monotonic()
-        if num_members + len(self.ready_workers()) < min_workers:
-            return False
-        late = {w.slot: w.handle for w in self._pending if w.handle and not w.is_ready}
-        if num_members or not late:
-            return True
-        if self._enough_at is None:
-            self._enough_at = now
+        late = {w.slot: w.handle for w in self._pending if w.handle and w.phase != "join"}
+        if self.group.members or not late:
+            return 0.0
+        if not all(handle.is_remote for handle in late.values()):
+            return math.inf
         may_join_later = self.policy.survivors_stay and self.config.grow
-        replace_lost = all(slot in self._lost_slots for slot in late)
-        is_short = may_join_later and (replace_lost or not self.is_first_start)
-        grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
-        return now >= self._enough_at + grace_s and all(
-            handle.is_remote for handle in late.values()
-        )
+        replace_lost = all(slot in self._losses for slot in late)
+        is_short = may_join_later and (replace_lost or not self.record.is_first_start)
+        return _SHORT_GRACE_S if is_short else _GRACE_S
 
     def record_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:
         """Record that pending workers set up together, in these contexts."""
@@ -339,19 +329,10 @@ class ScaleUp:
             if (handle := worker.handle) is not None and handle in contexts:
                 worker.context, worker.phase = contexts[handle], "set up"
 
-    def set_up_alone(self) -> None:
-        """Make the remaining pending workers set up alone, after the first start or its failure."""
-        if self.sets_up_together and self.policy.survivors_stay:
-            self.sets_up_together, self._enough_at = False, None
-            for worker in self._pending:
-                worker.is_ready = False
-
     def forget_joined(self, handles: Collection[WorkerHandle]) -> None:
         for worker in [each for each in self._pending if each.handle in handles]:
             self._pending.remove(worker)
-            self._crashes.pop(worker.slot, None)
-            self._lost_slots = [slot for slot in self._lost_slots if slot is not worker.slot]
-        self.is_first_start = False
+            self._losses.pop(worker.slot, None)
         if handles:
             self.reset_failures()
         self._resized_at = self.group.clock.monotonic()
