@@ -43,10 +43,10 @@ _QUIET_S = 5.0
 class Commands:
     """Sends requests to all members, and tracks which of them are busy."""
 
-    _group: ActorGroup
-    _record: GroupRecord
-    _check_open: Callable[[], None]
-    _timeout_s: float
+    group: ActorGroup
+    record: GroupRecord
+    check_open: Callable[[], None]
+    timeout_s: float
     _unfinished: dict[WorkerHandle, Future[Outcome]] = field(default_factory=dict)
     _pausing_generation: int | None = None
 
@@ -56,32 +56,32 @@ class Commands:
         return {
             member: future
             for member, future in self._unfinished.items()
-            if self._group.slot_of(member) and not (future.done() and not future.exception())
+            if self.group.slot_of(member) and not (future.done() and not future.exception())
         }
 
     @property
     def is_pausing(self) -> bool:
         """Whether the workers of this generation know the step at which they pause."""
-        return self._pausing_generation == self._record.generation
+        return self._pausing_generation == self.record.generation
 
     def ask_progress(self, acknowledged_step: int = -1) -> dict[WorkerHandle, Progress]:
         """Return the progress of the members that answer while they are busy.
 
         The members release their points up to `acknowledged_step`.
         """
-        return self._call_control(self._group.members, Worker.progress, acknowledged_step)
+        return self._call_control(self.group.members, Worker.progress, acknowledged_step)
 
     def pause_at(self, step: int | None) -> dict[WorkerHandle, int]:
         """Send all members the step at which to pause. Return the current steps of members."""
-        generation = self._record.generation
+        generation = self.record.generation
         self._pausing_generation = None if step is None else generation
-        return self._call_control(self._group.members, Worker.pause_at, generation, step)
+        return self._call_control(self.group.members, Worker.pause_at, generation, step)
 
     def interrupt(self, attempt: Attempt) -> None:
         """Make an attempt fail on all members, because each may wait for any other."""
         self._unfinished |= attempt.pending
-        members = dict.fromkeys([*self._group.members, *attempt.members])
-        self._call_control(members, Worker.interrupt, self._record.generation)
+        members = dict.fromkeys([*self.group.members, *attempt.members])
+        self._call_control(members, Worker.interrupt, self.record.generation)
 
     def interrupt_failed(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
@@ -94,11 +94,11 @@ class Commands:
     def interrupt_and_send(self, request: Request) -> None:
         """Interrupt the members, and send a request to those that are idle."""
         busy = self.busy  # they were interrupted before
-        idle = [member for member in self._group.members if member not in busy]
-        self._call_control(idle, Worker.interrupt, self._record.generation)
+        idle = [member for member in self.group.members if member not in busy]
+        self._call_control(idle, Worker.interrupt, self.record.generation)
         packed = pack_as(request.name, request)
         asked = {member: member.submit_work(Worker.handle, packed) for member in idle}
-        attempt = Attempt(asked, self._group.clock)
+        attempt = Attempt(asked, self.group.clock)
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them
 
@@ -107,7 +107,7 @@ class Commands:
     ) -> dict[WorkerHandle, Any]:
         """Call a control method of workers. Return the answers of those that answer soon."""
         asked = {member: member.submit_control(method, *arguments) for member in members}
-        self._group.clock.wait(asked.values(), ANSWER_S)
+        self.group.clock.wait(asked.values(), ANSWER_S)
         return results_of(asked)
 
     def send_to_idle(
@@ -120,7 +120,7 @@ class Commands:
         """Send a request to idle members. Return the outcomes of those that succeed."""
         packed = pack(request)
         asked = {m: m.submit_work(Worker.handle, packed, inbox and inbox.expect()) for m in members}
-        self._group.clock.wait(asked.values(), timeout_s)
+        self.group.clock.wait(asked.values(), timeout_s)
         return {m: outcome for m, outcome in results_of(asked).items() if outcome.kind == "ok"}
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
@@ -128,7 +128,7 @@ class Commands:
 
         Workers that are still busy after `patience_s` are lost.
         """
-        attempt = Attempt(self.busy, self._group.clock)
+        attempt = Attempt(self.busy, self.group.clock)
         try:
             quiet_s = min(_QUIET_S, patience_s)
             attempt.collect_until(quiet_s)
@@ -136,7 +136,7 @@ class Commands:
                 logger.warning(
                     "Waiting up to %.0f s for workers %s, which are still busy with a failed call.",
                     patience_s - quiet_s,
-                    list_ranks(self._record.ranks, attempt.pending),
+                    list_ranks(self.record.ranks, attempt.pending),
                 )
                 attempt.collect_until(patience_s - quiet_s)
         finally:
@@ -158,11 +158,11 @@ class Commands:
         """
         asked = {member: member.submit_control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
-        began = looked = self._group.clock.monotonic()
+        began = looked = self.group.clock.monotonic()
         while True:
-            self._group.clock.wait(asked.values(), _LOOK_EVERY_S)
-            now = self._group.clock.monotonic()
-            if self._group.detect_cut_off():
+            self.group.clock.wait(asked.values(), _LOOK_EVERY_S)
+            now = self.group.clock.monotonic()
+            if self.group.detect_cut_off():
                 began = looked = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
             again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_be_alive(e)]
@@ -176,9 +176,9 @@ class Commands:
                 lost |= self._silent_too_long(silent, now - began)
                 asked = {member: answer for member, answer in asked.items() if member not in lost}
             if again:
-                self._group.clock.sleep(_ASK_AGAIN_S)
+                self.group.clock.sleep(_ASK_AGAIN_S)
             asked |= {member: member.submit_control(Worker.progress) for member in again}
-            self._check_open()
+            self.check_open()
         for member in lost:  # the process may still exist
             member.kill_process()
         asked = {member: answer for member, answer in asked.items() if member not in again}
@@ -190,9 +190,9 @@ class Commands:
     ) -> dict[WorkerHandle, BaseException]:
         """Return the workers to declare lost: stopped ones, and all of them after `timeout_s`."""
         why = f"no answer within {waited_s:.0f} s"
-        if waited_s < max(self._timeout_s, _SILENCE_S):
+        if waited_s < max(self.timeout_s, _SILENCE_S):
             states = {member: member.ask_if_stopped() for member in silent}
-            self._group.clock.wait(states.values(), _SILENCE_S)
+            self.group.clock.wait(states.values(), _SILENCE_S)
             stopped = [member for member, is_stopped in results_of(states).items() if is_stopped]
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))

@@ -23,10 +23,16 @@ from raysgd.cluster.worker_handle import cause_of
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call
+from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.driver_components import DriverComponents
 from raysgd.elastic.group_forming import GroupForming
+from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.policies import Policy
+from raysgd.elastic.preemption import PreemptionWatch
+from raysgd.elastic.scale_up import ScaleUp
+from raysgd.elastic.share_balancer import ShareBalancer
+from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.speed_monitor import SpeedMonitor
 from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
 from raysgd.elastic.supervision import Supervision
 
@@ -41,7 +47,7 @@ class Controller:
     `backend` is None with one worker. Each worker calls `hook` first. `timeout_s` limits the setup
     and the joining of a generation. With `supports_live_join`, replacement workers can join during
     a call, as with operators. Otherwise workers are added only by a restart: in `grow`, or after a
-    loss.
+    loss. `on_start` is called after all workers have started, before they load a snapshot.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Controller:
         timeout_s: float,
         elastic: ElasticConfig | None = None,
         supports_live_join: bool = True,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.state: GroupState = state_machine.Broken()
         self.is_shut_down = False
@@ -75,14 +82,21 @@ class Controller:
         if not group.options.is_inline:
             created = {name: pack_as(name, value) for name, value in created.items()}
         arguments = (*created.values(), sys.path)
-        self._components = components = DriverComponents(
-            group, backend, elastic, self.policy, arguments, timeout_s, self._check_open
+        self.record = record = GroupRecord(group, self.policy.survivors_stay)
+        self.events, self._backend = record.events, backend
+        self.snapshots, self.speed = SnapshotKeeper(group), SpeedMonitor(group)
+        self._commands = commands = Commands(group, record, self._check_open, timeout_s)
+        self._preemption = preemption = PreemptionWatch(group, record, supports_live_join)
+        self._scale_up = scale_up = ScaleUp(
+            group, elastic, record, self.policy, preemption, arguments, timeout_s
         )
-        self.record, self.events = components.record, components.record.events
-        self.snapshots, self.speed = components.snapshots, components.speed
-        self._scale_up = components.scale_up
-        self.forming = GroupForming(components)
-        self._supervision = Supervision(components)
+        balancer = ShareBalancer(group, elastic, record)
+        self._forming = GroupForming(
+            commands, scale_up, self.snapshots, balancer, backend, on_start
+        )
+        self._supervision = Supervision(
+            commands, scale_up, preemption, self.snapshots, balancer, self.speed
+        )
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
 
@@ -112,8 +126,8 @@ class Controller:
             try:
                 self._group.shutdown(force)
             finally:
-                if (backend := self._components.backend) is not None:
-                    backend.close()
+                if self._backend is not None:
+                    self._backend.close()
 
     @contextlib.contextmanager
     def _aborting_on_error(self) -> Iterator[None]:
@@ -166,7 +180,7 @@ class Controller:
             event = following
 
     def _execute(self, action: state_machine.Action) -> GroupEvent | None:
-        components, forming, record = self._components, self.forming, self.record
+        forming, record, call = self._forming, self.record, self.record.call
         match action:
             case Do.SURVEY:
                 return self._survey()
@@ -175,30 +189,30 @@ class Controller:
             case Do.REJOIN:
                 return forming.rejoin()
             case Do.RESTART:
-                self._awaits_load, before = components.call.replaces_state, record.progress
+                self._awaits_load, before = call.replaces_state, record.progress
                 try:
                     return forming.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
                     record.update(before)
                     raise
             case Do.RESCUE_STATE:
-                record.update(self.snapshots.rescue(components.commands))
+                record.update(self.snapshots.rescue(self._commands))
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
                 assert self._supervision.attempt is not None
-                components.commands.interrupt(self._supervision.attempt)
-                record.update(*components.commands.ask_progress().values())
+                self._commands.interrupt(self._supervision.attempt)
+                record.update(*self._commands.ask_progress().values())
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case state_machine.RemoveLost(lost):
                 for member, error in lost.items():
                     rank, cause = record.ranks.get(member, -1), cause_of(member, error)
                     record.add_event("lost", [member], cause=cause)
-                    components.call.causes.append(f"worker {rank} on {member.name}: {cause}")
+                    call.causes.append(f"worker {rank} on {member.name}: {cause}")
                     self._scale_up.expect_replacement(member)
                     self._group.discard(member)
-                components.call.num_failures = self.state.budget.num_failures
+                call.num_failures = self.state.budget.num_failures
             case state_machine.DiscardWorkers(why):
                 if why:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
@@ -210,7 +224,7 @@ class Controller:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
                     record.update(record.progress, self._supervision.progress_before)
-                raise record.make_error(components.call, why, *next(iter(lost.items()), ()))
+                raise record.make_error(why, *next(iter(lost.items()), ()))
         return None
 
     # ---- calls
@@ -252,8 +266,8 @@ class Controller:
                 self._call_lock.release()
 
     def _survey(self) -> GroupEvent:
-        self._components.advance({})
-        joining, leaving = self._components.due_changes()
+        self._supervision.advance_components({})
+        joining, leaving = self._scale_up.due_changes()
         return state_machine.Surveyed(
             num_workers=len(self.members),
             num_joining=len(joining),
@@ -266,7 +280,7 @@ class Controller:
 
         This may read a large file.
         """
-        if self.policy.keeps_snapshots or self._components.call.replaces_state:
+        if self.policy.keeps_snapshots or self.record.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
         return bool(step == self.record.position.global_step)
@@ -278,7 +292,7 @@ class Controller:
         """
         if not self.is_shut_down:
             self._react(state_machine.StopRequested())
-            self._components.commands.interrupt_and_send(request)
+            self._commands.interrupt_and_send(request)
 
     # ---- methods for trainers
 
@@ -302,9 +316,9 @@ class Controller:
 
     def ask_step(self) -> int:
         """Return the newest step of the workers that answer; -1 if none does."""
-        answers = self._components.commands.ask_progress().values()
+        answers = self._commands.ask_progress().values()
         return max((each.position.global_step for each in answers), default=-1)
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         self._check_open()
-        self._components.preemption.drain(node_id, rank, deadline_s)
+        self._preemption.drain(node_id, rank, deadline_s)

@@ -6,21 +6,24 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from raysgd._internal.progress import Progress
 from raysgd.cluster.large_values import offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import state_machine
 from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S
-from raysgd.elastic.driver_components import DriverComponents
+from raysgd.elastic.commands import ANSWER_S, Commands
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import list_ranks
 from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, must_hand_over
+from raysgd.elastic.scale_up import ScaleUp
+from raysgd.elastic.share_balancer import ShareBalancer
+from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -34,38 +37,42 @@ _MENTION_S = 30.0
 _START_TICK_S = 0.01
 
 
+@dataclass(eq=False)
 class GroupForming:
     """Moves workers into new generations."""
 
-    def __init__(self, components: DriverComponents) -> None:
-        self._components = components
-        self._group, self._clock = components.group, components.group.clock
-        self._record, self._commands = components.record, components.commands
-        self._scale_up = components.scale_up
-        self._backend = components.backend
-        self.on_start: Callable[[], None] = lambda: None
-        """Called after all workers have started, before they load a snapshot."""
+    _commands: Commands
+    _scale_up: ScaleUp
+    _snapshots: SnapshotKeeper
+    _share_balancer: ShareBalancer
+    _backend: CollectiveBackend | None
+    _on_start: Callable[[], None]
+    """Called after all workers have started, before they load a snapshot."""
+
+    def __post_init__(self) -> None:
+        self._group, self._record = self._commands.group, self._commands.record
+        self._clock, self._policy = self._group.clock, self._scale_up.policy
 
     # ---- rejoins
 
     def rejoin(self) -> state_machine.GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
-        began, policy, commands = self._clock.monotonic(), self._components.policy, self._commands
+        began, policy, commands = self._clock.monotonic(), self._policy, self._commands
         # A worker that holds the GIL receives its interruption late.
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
             return self._discard_pending(lost)
-        joining, leaving = self._components.due_changes()
+        joining, leaving = self._scale_up.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
         if isinstance(event := self._discard_pending(lost), state_machine.WorkersLost):
             return event
-        self._components.share_balancer.observe(answers)
+        self._share_balancer.observe(answers)
         leader, staying = choose_leader({m: answers[m] for m in self._group.members}, leaving)
         self._record.update(answers[leader])
         # Without a snapshot, remote workers start again from `setup`.
-        can_restart = self._components.snapshots.receive() or not self._group.options.is_inline
-        can_restart = can_restart and not self._components.call.replaces_state
+        can_restart = self._snapshots.receive() or not self._group.options.is_inline
+        can_restart = can_restart and not self._record.call.replaces_state
         is_damaged = answers[leader].holdings.condition == "damaged"
         if is_damaged and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
@@ -115,7 +122,7 @@ class GroupForming:
 
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
-        call = self._components.call
+        call = self._record.call
         if call.departure_request is None or not members:
             return
         outcomes = self._commands.send_to_idle(members, call.departure_request, ANSWER_S)
@@ -148,16 +155,16 @@ class GroupForming:
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
-        config, call = self._components.config, self._components.call
+        config, call = self._scale_up.config, self._record.call
         num_members, starting = len(self._group.members), not self._group.members
         missing = state_machine.too_few(num_members, min_workers)
         deadline, num_waits, enough_at = 0.0, 0, math.inf
         while True:
-            self._components.check_open()
+            self._commands.check_open()
             self._scale_up.advance(starting)
             if starting and (error := self._scale_up.error) is not None:
                 if isinstance(error, WorkerLostError) and call.causes:
-                    raise self._record.make_error(call, str(error), cause=error)
+                    raise self._record.make_error(str(error), cause=error)
                 raise error
             now = self._clock.monotonic()
             if num_members + len(self._scale_up.ready_workers()) >= min_workers:
@@ -169,7 +176,7 @@ class GroupForming:
                 room = self._group.describe_room()
                 if num_waits == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
-                    raise self._record.make_error(call, why)
+                    raise self._record.make_error(why)
                 wait_s = backoff_s(num_waits, config)
                 cause = f"{missing}, and {room}"
                 self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
@@ -194,10 +201,10 @@ class GroupForming:
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of departed workers.
         self._record.update(progress)
-        step, results = progress.position.global_step, self._components.call.departed_results
+        step, results = progress.position.global_step, self._record.call.departed_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
-        if not (self._components.policy.survivors_stay and self._components.config.grow):
+        if not (self._policy.survivors_stay and self._scale_up.config.grow):
             self._scale_up.discard()  # late workers could never join
         return True
 
@@ -208,12 +215,12 @@ class GroupForming:
             yield from self._load_snapshot(members[:1])
         yield self._join(members, leader)
         self._group.members[:] = members
-        self.on_start()
+        self._on_start()
         if leader is None:
             yield from self._load_snapshot(members)
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
-        state = None if self._components.call.replaces_state else self._components.snapshots.load()
+        state = None if self._record.call.replaces_state else self._snapshots.load()
         if state is None:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
@@ -226,8 +233,8 @@ class GroupForming:
         """Discard the lost workers of a start, and keep the others. Raise any other failure."""
         if not attempt.lost:
             raise attempt.make_error()
-        # Replace processes that `on_start` may have changed, or that can join only one group.
-        are_used = bool(self._group.members) or not self._components.policy.process_can_rejoin
+        # Replace processes that `_on_start` may have changed, or that can join only one group.
+        are_used = bool(self._group.members) or not self._policy.process_can_rejoin
         self._group.members.clear()
         _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
         self._discard_pending(attempt.lost | lost)
@@ -254,7 +261,7 @@ class GroupForming:
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
-        shares = self._components.share_balancer.from_config(entering)
+        shares = self._share_balancer.from_config(entering)
         entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
         if leader is None:
             self._scale_up.record_set_up(entries)
@@ -278,12 +285,12 @@ class GroupForming:
 
         With `listening`, declare workers lost whose processes are stopped.
         """
-        attempt, timeout_s = Attempt(calls, self._clock), self._components.timeout_s
+        attempt, timeout_s = Attempt(calls, self._clock), self._commands.timeout_s
         deadline = self._clock.monotonic() + timeout_s
         mention_at = self._clock.monotonic() + _MENTION_S
         while attempt.is_running:
             has_collected = attempt.collect(1.0)
-            self._components.check_open()
+            self._commands.check_open()
             if self._clock.monotonic() > mention_at:
                 mention_at += _MENTION_S
                 waiting = list_ranks(self._record.ranks, attempt.pending)

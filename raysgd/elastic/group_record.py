@@ -61,6 +61,8 @@ class GroupRecord:
     progress: Progress = field(default_factory=Progress)
     """The newest known progress. Only `update` sets it."""
     events: list[Event] = field(default_factory=list)
+    call: Call = field(default_factory=Call)
+    """The running call. Only `Supervision.set_call` sets it."""
     interruption: str = ""
     """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""
     on_event: Callable[[], Callable[[], None] | None] = lambda: None
@@ -124,15 +126,15 @@ class GroupRecord:
 
     def make_error(
         self,
-        call: Call,
         why: str,
         member: WorkerHandle | None = None,
         cause: BaseException | None = None,
     ) -> WorkerLostError:
-        """Return the error that ends a call, with the causes of its losses."""
-        what = f"The call of {call.name}() failed" if call.name else "The workers did not start"
+        """Return the error that ends the call, with the causes of its losses."""
+        name = self.call.name
+        what = f"The call of {name}() failed" if name else "The workers did not start"
         error = WorkerLostError(
-            "\n".join([f"{what}: {why.rstrip('.')}.", *call.causes]),
+            "\n".join([f"{what}: {why.rstrip('.')}.", *self.call.causes]),
             rank=-1 if member is None else self.ranks.get(member, -1),
             node_id="" if member is None else member.info.node_id,
             cause="" if cause is None else cause_of(member, cause),

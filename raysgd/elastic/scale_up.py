@@ -17,6 +17,7 @@ from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_loss
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
+from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class ScaleUp:
     config: ElasticConfig
     record: GroupRecord
     policy: Policy
+    preemption: PreemptionWatch
     create_arguments: Sequence[Any]
     """Arguments of `Worker.create`."""
     timeout_s: float
@@ -296,6 +298,13 @@ class ScaleUp:
         is_free = is_short or self._has_cooled_down()
         ready = [w for w in self._pending if w.phase == "join" and (is_free or w.replaces_lost)]
         return [worker.handle for worker in ready if worker.handle is not None]
+
+    def due_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
+        """Return the replacements that join at the next step, and the members that leave."""
+        ready = self.ready_workers()
+        leaving = self.preemption.due_to_leave(len(ready))
+        num_vacant = self.group.options.num_workers - len(self.group.members) + len(leaving)
+        return ready[:num_vacant], leaving
 
     def num_started(self) -> int:
         """Return the number of pending workers with a process. The others wait for room."""

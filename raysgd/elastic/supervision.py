@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.progress import Holdings, Progress
@@ -15,9 +16,14 @@ from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.driver_components import DriverComponents
+from raysgd.elastic.commands import Commands
 from raysgd.elastic.health_monitor import HealthMonitor
 from raysgd.elastic.policies import newest_progress, pause_step
+from raysgd.elastic.preemption import PreemptionWatch
+from raysgd.elastic.scale_up import ScaleUp
+from raysgd.elastic.share_balancer import ShareBalancer
+from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.speed_monitor import SpeedMonitor
 from raysgd.elastic.state_machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
 from raysgd.errors import CollectiveError
 
@@ -31,18 +37,25 @@ _LONG_NOTICE_S = 1.0
 """The same delay for new shares, which are not urgent. A late request costs a new generation."""
 
 
+@dataclass(eq=False)
 class Supervision:
     """Makes attempts at the running call."""
 
-    def __init__(self, components: DriverComponents) -> None:
-        self._components = components
-        self._group, self._clock = components.group, components.group.clock
-        self._record, self._commands = components.record, components.commands
-        self.set_call(components.call)
+    _commands: Commands
+    _scale_up: ScaleUp
+    _preemption: PreemptionWatch
+    _snapshots: SnapshotKeeper
+    _share_balancer: ShareBalancer
+    _speed: SpeedMonitor
+
+    def __post_init__(self) -> None:
+        self._group, self._record = self._commands.group, self._commands.record
+        self._clock = self._group.clock
+        self.set_call(self._record.call)
 
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
-        self._components.call = call
+        self._record.call = call
         self.progress_before = self._record.progress._replace(holdings=Holdings())
         """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
@@ -56,9 +69,20 @@ class Supervision:
         self._callbacks_save = False
         """Whether callbacks save as soon as possible, because workers will be preempted."""
 
+    def advance_components(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Let the components check the group, without waiting.
+
+        They use the progress of the members that answered, which is empty before a call.
+        """
+        self._snapshots.request_newer(progress)
+        self._preemption.observe(progress)
+        self._scale_up.advance_if_allowed()
+        self._share_balancer.observe(progress)
+        self._speed.observe(progress)
+
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
-        before, call = self.progress_before.position, self._components.call
+        before, call = self.progress_before.position, self._record.call
         step = self._record.position.global_step
         can_repeat = call.has_batches or (call.replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
@@ -77,9 +101,9 @@ class Supervision:
 
     def make_attempt(self, action: RunCall) -> GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
-        call, preemption = self._components.call, self._components.preemption
+        call, preemption = self._record.call, self._preemption
         if preemption.must_save and call.can_pause:
-            self._record.update(self._components.snapshots.rescue(self._commands))
+            self._record.update(self._snapshots.rescue(self._commands))
             preemption.must_save, self._callbacks_save, self._needs_goal = False, True, True
         self.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
@@ -114,7 +138,7 @@ class Supervision:
         call.log_points.begin(self._record.position.global_step, members)
         request = call.request
         if call.rank is None:
-            shares = self._components.share_balancer.choose_for(members)
+            shares = self._share_balancer.choose_for(members)
             request = request.for_attempt(shares, self._split)
         self._split = 0
         if self._group.options.is_inline:
@@ -122,7 +146,7 @@ class Supervision:
                 stack.enter_context(self._showing_progress(call))
             return request, None
         packed = pack_as(f"the arguments of {call.name}", request)
-        self._components.check_open()
+        self._commands.check_open()
         hosts = [member.info.node_ip for member in members]
         if isinstance(request, LoadRequest):
             return stack.enter_context(offering(packed, hosts)), None
@@ -139,12 +163,12 @@ class Supervision:
         call.log_points.add(progress, self._group.members)
         self._record.update(*(progress.values() or [polled]))
         if progress:
-            self._components.advance(progress)
+            self.advance_components(progress)
         if not attempt.has_failed:
             paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
             is_complete = not paused and not action.is_replay
             if is_complete:
-                self._components.snapshots.await_changes()
+                self._snapshots.await_changes()
             outcomes = [attempt.outcomes[member] for member in attempt.members]
             return CallReturned(outcomes=outcomes, is_complete=is_complete)
         member, outcome = attempt.first_user_error or (None, None)
@@ -193,8 +217,8 @@ class Supervision:
         monitor = HealthMonitor(attempt, self._record.ranks, self._clock)
         newest = None
         while attempt.is_running:
-            self._components.check_open()
-            is_busy = call.on_wait is not None or self._components.scale_up.num_started()
+            self._commands.check_open()
+            is_busy = call.on_wait is not None or self._scale_up.num_started()
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
             if attempt.collect(BUSY_TICK_S if is_busy else idle_s):
                 continue
@@ -207,10 +231,10 @@ class Supervision:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
-            self._components.advance(progress)
+            self.advance_components(progress)
             if call.can_pause and not self._commands.is_pausing:
-                moves = any(self._components.due_changes()) or self._components.preemption.must_save
-                if moves or self._components.share_balancer.wants_change:
+                moves = any(self._scale_up.due_changes()) or self._preemption.must_save
+                if moves or self._share_balancer.wants_change:
                     self._pause(attempt, progress, _NOTICE_S if moves else _LONG_NOTICE_S)
         return newest
 

@@ -141,7 +141,8 @@ class BackendExecutor:
             check_function("start", "initialization_hook", initialization_hook)
         group = ActorGroup(self.options)
         self._workers = WorkerGroup.view_of(group)
-        controller = Controller(
+        proxy = weakref.proxy(self)  # a reference would keep the executor from being collected
+        self._controller = controller = Controller(
             group,
             FunctionRunner(self._backend.share_cuda_visible_devices),
             self._backend_config.collective_backend(use_gpu=self.options.num_gpus > 0),
@@ -149,10 +150,8 @@ class BackendExecutor:
             self._backend_config.timeout_s,
             self._elastic,
             supports_live_join=False,
+            on_start=lambda: proxy._prepare_workers(),
         )
-        proxy = weakref.proxy(self)  # a reference would keep the executor from being collected
-        controller.forming.on_start = lambda: proxy._prepare_workers()
-        self._controller = controller
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         try:

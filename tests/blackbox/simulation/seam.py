@@ -90,6 +90,7 @@ class Driver:
         timeout_s=100.0,
         can_join=True,
         rejoins=True,
+        on_start=lambda: None,
         **elastic,
     ):
         DRIVERS.append(self)
@@ -105,6 +106,7 @@ class Driver:
             timeout_s,
             ElasticConfig(**elastic),
             supports_live_join=can_join,
+            on_start=on_start,
         )
 
     def start(self):

@@ -460,7 +460,7 @@ def test_callbacks_that_save_pause_at_the_next_step_before_a_preemption(make_tra
     saving, other = Spy("saving", pause_every=30), Spy("other", pause_every=30)
     saving.saves_state = True
     trainer = make_trainer(callbacks=[saving, other])
-    trainer._controller._components.preemption.must_save = True
+    trainer._controller._preemption.must_save = True
     trainer.train()
     assert next(detail for _, hook, detail in saving.calls if hook == "on_pause") == 1
     assert 1 not in [detail for _, hook, detail in other.calls if hook == "on_pause"]
