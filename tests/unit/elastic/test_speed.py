@@ -9,8 +9,7 @@ import pytest
 
 from raysgd._internal.progress import Measured, Progress, ReportedPosition
 from raysgd._internal.step_timing import PHASES, Totals
-from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause
-from raysgd.elastic.speed_monitor import SpeedMonitor
+from raysgd.elastic.speed import SpeedMonitor, SpeedReport, WorkerSpeed, find_cause
 
 HEALTHY = {"data": 1.0, "forward": 3.4, "backward": 10.2, "wait": 9.1, "optimizer": 0.9}
 
