@@ -124,9 +124,9 @@ class ActorGroup:
 
         return node_traits()
 
-    def leaving(self) -> dict[WorkerHandle, Notice]:
+    def preempted(self) -> dict[WorkerHandle, Notice]:
         """Return the members that will be preempted."""
-        return self.notices.leaving(self.members)
+        return self.notices.preempted(self.members)
 
     def find_vacant_slots(self, request: bool = True) -> list[AnySlot]:
         """Return slots without a worker, on nodes that will not be preempted.
@@ -138,19 +138,19 @@ class ActorGroup:
         if (reservation := self._reservation) is not None:
             num_before = len(reservation.slots)
             reservation.drop_lost(taken)
-            leaving = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
-            leaving = [slot for slot in leaving if slot.node_id in (None, *nodes)]
+            unsafe = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
+            unsafe = [slot for slot in unsafe if slot.node_id in (None, *nodes)]
             # Request missing slots also during a start, because lost resources may never return.
             if request or len(reservation.slots) < num_before:
-                self._request_missing(reservation, leaving)
-            slots += [slot for slot in reservation.slots if slot not in leaving]
+                self._request_missing(reservation, len(unsafe))
+            slots += [slot for slot in reservation.slots if slot not in unsafe]
         return [slot for slot in slots if slot not in taken]
 
-    def _request_missing(self, reservation: Reservation, leaving: list[Slot]) -> None:
+    def _request_missing(self, reservation: Reservation, num_unsafe: int) -> None:
         """Request slots for missing workers, and spare ones for slots that may soon be lost."""
         num_workers = self.options.num_workers - (self._local is not None)
-        num_unsure = len(leaving) + len(self.leaving())
-        while len(reservation.slots) < num_workers + num_unsure:
+        num_unsafe += len(self.preempted())
+        while len(reservation.slots) < num_workers + num_unsafe:
             slot = reservation.request_slot(self.options.bundle)
             if slot is None:
                 break
@@ -204,7 +204,7 @@ class ActorGroup:
 
     def _shutdown(self, force: bool, patience_s: float) -> None:
         everyone = list(dict.fromkeys([*self.members, *self._slots]))
-        leaving: dict[WorkerHandle, Future[bool]] = {}
+        exiting: dict[WorkerHandle, Future[bool]] = {}
         try:
             pending = []
             for member in self.members:
@@ -217,14 +217,14 @@ class ActorGroup:
             for member in self.members:
                 if member.is_remote and member.can_be_called:
                     with contextlib.suppress(Exception):  # the process may be gone already
-                        leaving[member] = member.exit_process(patience_s)
-            self.clock.wait(list(leaving.values()), patience_s)
+                        exiting[member] = member.exit_process(patience_s)
+            self.clock.wait(list(exiting.values()), patience_s)
         finally:  # also if Ctrl-C ends the wait
             self.members.clear()
             self._slots.clear()
             self._spare_slots.clear()
             for member in everyone:
-                answer = leaving.get(member)
+                answer = exiting.get(member)
                 if answer and not (answer.done() and not answer.exception() and answer.result()):
                     member.kill_process()  # Ray considers the worker dead already
                 else:

@@ -30,20 +30,20 @@ class PreemptionNotices:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._of_ray: dict[str, Notice] = {}
-        self._announced: dict[WorkerHandle | str, Notice] = {}  # by worker or node ID
+        self._by_target: dict[WorkerHandle | str, Notice] = {}  # by worker or node ID
         self._is_over: threading.Event | None = None
         self._asked_at: float | None = None  # time of the request that Ray has not answered
         self._logged_at: float | None = None  # time of the last one that was logged
 
     # ---- notices of the user
 
-    def announce(self, target: WorkerHandle | str, deadline_s: float | None) -> None:
+    def drain(self, target: WorkerHandle | str, deadline_s: float | None) -> None:
         deadline = self._clock.time() + (math.inf if deadline_s is None else deadline_s)
-        self._announced[target] = Notice("drain() was called", deadline)
+        self._by_target[target] = Notice("drain() was called", deadline)
 
     def record_sigterm(self, member: WorkerHandle, since_s: float) -> None:
         deadline = self._clock.time() + _TERM_S - since_s
-        self._announced.setdefault(member, Notice("its process was sent SIGTERM", deadline))
+        self._by_target.setdefault(member, Notice("its process was sent SIGTERM", deadline))
 
     # ---- notices of Ray
 
@@ -88,11 +88,11 @@ class PreemptionNotices:
 
     @property
     def nodes(self) -> dict[str, Notice]:
-        announced = list(self._announced.items())  # another thread may change the dict
-        return {key: notice for key, notice in announced if isinstance(key, str)} | self._of_ray
+        known = list(self._by_target.items())  # another thread may change the dict
+        return {key: notice for key, notice in known if isinstance(key, str)} | self._of_ray
 
-    def leaving(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, Notice]:
+    def preempted(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, Notice]:
         """Return the workers that will be preempted."""
-        nodes, known = self.nodes, self._announced
+        nodes, known = self.nodes, self._by_target
         found = {m: known.get(m) or nodes.get(m.info.node_id) for m in members if m.is_remote}
         return {member: notice for member, notice in found.items() if notice is not None}

@@ -203,8 +203,8 @@ class Controller:
                 assert self._supervision.attempt is not None
                 self._commands.interrupt(self._supervision.attempt)
                 record.update(*self._commands.ask_progress().values())
-            case Do.COLLECT_DEPARTING:
-                forming.collect_departing(self.members)
+            case Do.COLLECT_METRICS:
+                forming.collect_metrics(self.members)
             case state_machine.RemoveLost(lost):
                 for member, error in lost.items():
                     rank, cause = record.ranks.get(member, -1), cause_of(member, error)
@@ -304,8 +304,8 @@ class Controller:
         with self._aborting_on_error():
             if self._group.notices.detect_ray_silence():
                 return False  # no worker could be started
-            if num_leaving := len(self._group.leaving()):
-                num_staying = len(self.members) - num_leaving
+            if num_preempted := len(self._group.preempted()):
+                num_staying = len(self.members) - num_preempted
                 num_vacant = sum(slot.is_ready for slot in self._group.find_vacant_slots())
                 if num_staying + num_vacant < self.min_workers:
                     return False

@@ -88,9 +88,9 @@ class GroupForming:
         joining: Sequence[WorkerHandle],
         began: float,
     ) -> state_machine.GroupEvent:
-        departing = [member for member in self._group.members if member not in staying]
+        leaving = [member for member in self._group.members if member not in staying]
         if must_hand_over(self._record.progress):
-            for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
+            for outcome in self._commands.send_to_idle(leaving, ExportShardsRequest()).values():
                 if (shards := outcome.unpack()) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.sort_by_node([*staying, *joining])
@@ -110,22 +110,22 @@ class GroupForming:
         self._record.ranks = {member: rank for rank, member in enumerate(entering)}
         self._scale_up.forget_joined(joining)
         seconds = self._clock.monotonic() - began
-        self.collect_departing(departing)
-        self._group.discard(*departing)
-        cause = "; ".join(f"a worker has left {member.name}" for member in departing)
+        self.collect_metrics(leaving)
+        self._group.discard(*leaving)
+        cause = "; ".join(f"a worker has left {member.name}" for member in leaving)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
         self._record.add_event(kind, joining or entering, cause=cause, seconds=seconds)
         for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
             logger.warning("%s", warning)
         return state_machine.GroupFormed()
 
-    def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
+    def collect_metrics(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
         call = self._record.call
-        if call.departure_request is None or not members:
+        if call.leaving_request is None or not members:
             return
-        outcomes = self._commands.send_to_idle(members, call.departure_request, ANSWER_S)
-        call.departed_results += [e for e in outcomes.values() if e.unpack() is not None]
+        outcomes = self._commands.send_to_idle(members, call.leaving_request, ANSWER_S)
+        call.leaving_results += [e for e in outcomes.values() if e.unpack() is not None]
         call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts
@@ -133,7 +133,7 @@ class GroupForming:
     def restart(self, min_workers: int) -> state_machine.GroupEvent:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self._clock.monotonic(), self._record.is_first_start
-        why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
+        why = "; ".join(f"a worker has left {member.name}" for member in self._group.preempted())
         num_before = len(self._group.members)
         self._group.discard(*self._group.members)
         self._scale_up.begin_start()
@@ -198,9 +198,9 @@ class GroupForming:
                 self._handle_failed_start(attempt, members)
                 return False
             progress = attempt.outcomes[members[0]].progress
-        # All workers repeat the steps after the snapshot, also those of departed workers.
+        # All workers repeat the steps after the snapshot, also those of workers that left.
         self._record.update(progress)
-        step, results = progress.position.global_step, self._record.call.departed_results
+        step, results = progress.position.global_step, self._record.call.leaving_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
         if not (self._policy.survivors_stay and self._scale_up.config.grow):

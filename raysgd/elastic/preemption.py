@@ -26,7 +26,7 @@ class PreemptionWatch:
     _record: GroupRecord
     _can_join: bool
     _step_s: float = 0.0
-    _known_leaving: set[WorkerHandle] = field(default_factory=set)
+    _known: set[WorkerHandle] = field(default_factory=set)
     must_save: bool = False
     """Whether to save soon: workers leave before any worker can replace them.
 
@@ -42,7 +42,7 @@ class PreemptionWatch:
             if node_id not in known:
                 there = ", ".join(sorted(known)) or "none"
                 raise ValueError(f"drain(node_id={node_id!r}): must be one of the nodes {there}.")
-            self._group.notices.announce(node_id, deadline_s)
+            self._group.notices.drain(node_id, deadline_s)
             return
         if rank is None or not 0 <= rank < len(members):
             allowed = f"must be from 0 to {len(members) - 1}" if members else "no worker is left"
@@ -52,7 +52,7 @@ class PreemptionWatch:
                 f"drain(rank={rank}): this worker is in the driver's process (use_local). Only "
                 "workers in other processes can be replaced."
             )
-        self._group.notices.announce(members[rank], deadline_s)
+        self._group.notices.drain(members[rank], deadline_s)
 
     def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         step_s = max((p.measured.step_s for p in progress.values()), default=0.0)
@@ -60,9 +60,9 @@ class PreemptionWatch:
         for member, each in progress.items():
             if each.process.terminated_s is not None:
                 self._group.notices.record_sigterm(member, each.process.terminated_s)
-        leaving = self._group.leaving()
-        news = {member: leaving[member] for member in leaving if member not in self._known_leaving}
-        self._known_leaving = set(leaving)
+        preempted = self._group.preempted()
+        news = {member: preempted[member] for member in preempted if member not in self._known}
+        self._known = set(preempted)
         for notice in dict.fromkeys(news.values()):
             concerned = [member for member in news if news[member] == notice]
             left_s = max(0.0, notice.deadline - self._group.clock.time())
@@ -71,7 +71,7 @@ class PreemptionWatch:
         if news:
             soon = self._group.clock.time() + self._leave_s
             is_short = any(notice.deadline <= soon for notice in news.values())
-            num_staying = len(self._group.members) - len(leaving)
+            num_staying = len(self._group.members) - len(preempted)
             self.must_save |= is_short or num_staying < max(1, self._group.options.min_workers)
 
     @property
@@ -85,10 +85,10 @@ class PreemptionWatch:
         its deadline. At least ``min_workers`` stay. Unless the group has only one worker, at least
         one of its members stays, because it has the state.
         """
-        leaving = self._group.leaving() if self._can_join else {}
-        in_order = sorted(leaving, key=lambda member: leaving[member].deadline)
+        preempted = self._group.preempted() if self._can_join else {}
+        in_order = sorted(preempted, key=lambda member: preempted[member].deadline)
         soon = self._group.clock.time() + self._leave_s
-        due = [member for member in in_order[num_ready:] if leaving[member].deadline <= soon]
+        due = [member for member in in_order[num_ready:] if preempted[member].deadline <= soon]
         num_workers = len(self._group.members)
         most = min(num_workers + num_ready - self._group.options.min_workers, num_workers - 1)
         if num_workers == 1:

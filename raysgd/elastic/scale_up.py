@@ -196,7 +196,7 @@ class ScaleUp:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
-        num_staying = len(self.group.members) - len(self.group.leaving())
+        num_staying = len(self.group.members) - len(self.group.preempted())
         return self.group.options.num_workers - num_staying
 
     def _num_missing(self) -> int:

@@ -178,7 +178,7 @@ class Do(Enum):
     RESCUE_STATE = "replace the snapshot with the state of the workers"
     CHECK_SNAPSHOT = "look whether new workers would have a state"
     RESTART = "stop the members, start all workers, and load the snapshot"
-    COLLECT_DEPARTING = "collect the metrics of all workers before they stop"
+    COLLECT_METRICS = "collect the metrics of all workers before they stop"
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
         if policy.process_can_rejoin and event.num_leaving < event.num_workers:
             return _broken(state), (Do.REJOIN,)
-        collect = [Do.COLLECT_DEPARTING] if event.num_leaving else []
+        collect = [Do.COLLECT_METRICS] if event.num_leaving else []
         if event.num_leaving or policy.rescues_state:
             return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
         return Starting(budget), (Do.RESTART,)

@@ -302,9 +302,9 @@ class Supervision:
                 raise CollectiveError(why)
             self.advance_components(progress)
             if call.can_pause and not self._commands.is_pausing:
-                moves = any(self._scale_up.due_changes()) or self._preemption.must_save
-                if moves or self._share_balancer.wants_change:
-                    self._pause(attempt, progress, _NOTICE_S if moves else _LONG_NOTICE_S)
+                is_urgent = any(self._scale_up.due_changes()) or self._preemption.must_save
+                if is_urgent or self._share_balancer.wants_change:
+                    self._pause(attempt, progress, _NOTICE_S if is_urgent else _LONG_NOTICE_S)
         return newest
 
     def _pause(

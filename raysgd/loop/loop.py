@@ -280,7 +280,7 @@ class Loop:
                 )
             logger.warning("%s. The epoch counts as done, but no step was counted.", drew_none)
 
-    def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:
+    def leaving_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
         record = self.call_record
         if record.state.call_number != call_number or not record.own_segments:

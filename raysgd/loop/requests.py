@@ -59,7 +59,7 @@ class PredictRequest(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepartureRequest(Request):
+class LeavingRequest(Request):
     """Return the metrics of a worker that leaves before the end of a call of `train`."""
 
     call_number: int

@@ -268,8 +268,8 @@ class OperatorRunner(Runner, ABC):
                         return self._hosted_loop.evaluation.validate(request)
                 case requests.PredictRequest():
                     return self._hosted_loop.evaluation.predict(request.loader)
-                case requests.DepartureRequest():
-                    return self._hosted_loop.departure_metrics(request.call_number)
+                case requests.LeavingRequest():
+                    return self._hosted_loop.leaving_metrics(request.call_number)
                 case requests.UpdateSchedulersRequest():
                     return self.update_schedulers(request.call_number, request.metric)
                 case requests.StateRequest():

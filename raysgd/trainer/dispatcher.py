@@ -19,7 +19,7 @@ from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
 from raysgd.elastic.call import Call, LogPointCollector, WorkerPoint
 from raysgd.elastic.controller import Controller
-from raysgd.loop.requests import DepartureRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import LeavingRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Dispatcher:
             has_batches=True,
             can_pause=True,
             log_points=LogPointCollector(request.call_number, acknowledged_step=-1),
-            departure_request=DepartureRequest(call_number=request.call_number),
+            leaving_request=LeavingRequest(call_number=request.call_number),
         )
         controller, seconds, is_paused = self.controller, 0.0, True
         try:
@@ -162,7 +162,7 @@ class Dispatcher:
             self._report_bad_steps(trainer)
         assert self._train_start is not None
         position, speed = self.position, controller.speed.end_lap("train")
-        results += [outcome.unpack() for outcome in call.departed_results]
+        results += [outcome.unpack() for outcome in call.leaving_results]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
         return CallResult(results, merged, position.epoch > self._train_start.epoch, last_call)

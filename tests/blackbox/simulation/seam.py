@@ -446,7 +446,7 @@ class SimMember(WorkerHandle):
             elif task.method == "join_group" and len(task.arguments) == 3:
                 self._world.meet(self)
                 return
-            elif self.is_at("departure"):
+            elif self.is_at("leaving"):
                 self.end("ok", f"of {self.home.pid}")
             elif self.is_at("export_shards"):
                 self.end("ok", self.home.pid)
@@ -585,7 +585,7 @@ class SimGroup(ActorGroup):
             stays = self._world.driver.controller.policy.survivors_stay
             is_fine = not (member.dead or member.silent or member.deaf)
             is_fine = is_fine and member.condition == "good"
-            is_fine = is_fine and not self.notices.leaving([member])
+            is_fine = is_fine and not self.notices.preempted([member])
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"
         super().discard(*members)
 

@@ -209,7 +209,7 @@ def test_room_on_a_draining_node_is_replaced(start):
     group = start(num_workers=2, room=2)
     member = group.members[1]
     slot = group.slot_of(member)
-    group.notices.announce(member.info.node_id, None)
+    group.notices.drain(member.info.node_id, None)
     vacant = group.find_vacant_slots()  # before the worker leaves
     assert [slot.scheduling_strategy for slot in vacant] == [2]
     group.discard(member)

@@ -21,8 +21,8 @@ def world():
 def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
     """One without a process is the first, and its request for resources is given back."""
     controller = world.drive(2).controller
-    scale_up, leaving = controller._scale_up, controller._group.notices._announced
-    leaving |= dict.fromkeys(controller.members, Notice("a test"))
+    scale_up, notices = controller._scale_up, controller._group.notices._by_target
+    notices |= dict.fromkeys(controller.members, Notice("a test"))
     scale_up.advance()
     *_, one, other = slots = world.reservations[0].slots
     one.index, other.index, world.room = other.index, one.index, 3  # there is room for the second
@@ -30,11 +30,11 @@ def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
     scale_up.advance()
     *_, started = world.workers
     assert (len(slots), len(world.workers), started.slot) == (4, 3, other)
-    leaving.popitem()
+    notices.popitem()
     scale_up.advance()
     assert not started.dead
     assert one in world.reservations[0].slots
-    leaving.clear()
+    notices.clear()
     scale_up.advance()
     assert started.dead
     assert one not in world.reservations[0].slots

@@ -100,7 +100,7 @@ def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
     assert shares.choose_for([group.members[0], new]) == (0.5, 1.5)
     assert record.events == [((1.0, 1.0), (0.5, 1.5))]
     shares.choose_for(group.members)
-    # speeds of departed workers are forgotten
+    # speeds of workers that left are forgotten
     assert shares.choose_for([group.members[0], new]) is None
 
 

@@ -223,13 +223,13 @@ def test_metrics_of_a_call_so_far(make_trainer):
     operator = trainer.get_local_operator()
     operator._train_state.set_features([*operator._train_state.features, Spy()])
     loop = trainer._controller.members[0].worker.runner._loop
-    assert loop.departure_metrics(0) is None
+    assert loop.leaving_metrics(0) is None
     request = TrainRequest(call_number=0, until_step=6, log_every=4)
     assert loop.train(dataclasses.replace(request, callback_pause_step=5)) is None
-    assert (loop.departure_metrics(1), len(loop.call_record.release_points(-1))) == (None, 1)
+    assert (loop.leaving_metrics(1), len(loop.call_record.release_points(-1))) == (None, 1)
     # all workers have these, so a leaving worker omits them
     loop.call_record.state.merged_segments = [(5, loop.call_record.own_segments[0][1])]
-    whole = loop.departure_metrics(0)
+    whole = loop.leaving_metrics(0)
     assert (whole["num_samples"], "lr" in whole) == (40, False)
     point, rest = loop.call_record.release_points(-1)
     assert (point.global_step, rest.global_step) == (4, 5)

@@ -16,7 +16,7 @@ from raysgd.elastic.call import RestartStateRequest
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import (
-    DepartureRequest,
+    LeavingRequest,
     SaveRequest,
     TrainRequest,
     ValidateRequest,
@@ -142,7 +142,7 @@ def test_rehearsal_returns_metrics_and_changes_nothing():
     runner.handle(ValidateRequest(call_number=1, num_steps=2))
     before = state_of(runner)
     assert runner.handle(REHEARSAL)["num_samples"] == 8
-    assert runner.handle(DepartureRequest(call_number=1))["num_samples"] == 16
+    assert runner.handle(LeavingRequest(call_number=1))["num_samples"] == 16
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
     runner.handle(ValidateRequest(call_number=2))
     assert runner.operator.validated == EPOCH

@@ -66,8 +66,8 @@ def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch):
     run = trainer._dispatcher.controller.run
 
     def leave(call):
-        call.departed_results += run(call)
-        return call.departed_results
+        call.leaving_results += run(call)
+        return call.leaving_results
 
     monkeypatch.setattr(trainer._dispatcher.controller, "run", leave)
     assert trainer.train()["num_samples"] == 80
