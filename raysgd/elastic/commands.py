@@ -214,11 +214,18 @@ class Commands:
         timeout_s: float = _SALVAGE_S,
         inbox: Inbox | None = None,
     ) -> dict[WorkerHandle, Outcome]:
-        """Send a request to idle members. Return the outcomes of those that succeed."""
+        """Send a request to idle members. Return the outcomes of those that succeed.
+
+        Log the other outcomes. Later requests detect lost workers.
+        """
         packed = pack(request)
         asked = {m: m.submit_work(Worker.handle, packed, inbox and inbox.expect()) for m in members}
         self.group.clock.wait(asked.values(), timeout_s)
-        return {m: outcome for m, outcome in results_of(asked).items() if outcome.kind == "ok"}
+        outcomes: dict[WorkerHandle, Outcome] = results_of(asked)
+        for member in [each for each, outcome in outcomes.items() if outcome.kind != "ok"]:
+            where, error = list_ranks(self.record.ranks, [member]), outcomes.pop(member).unpack()
+            logger.warning("%s failed on worker %s: %r", request.name, where, error)
+        return outcomes
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.

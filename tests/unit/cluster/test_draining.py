@@ -187,30 +187,34 @@ def test_a_later_notice_does_not_revoke_the_save():
 
 
 @pytest.mark.parametrize(
-    ("fail", "arrives"),
+    ("fail", "rank", "arrives", "logged"),
     [
-        (lambda member: None, [2, 3]),
-        (lambda member: member.die("OOM"), [2]),
-        (lambda member: member.end("user", ValueError()), [2]),
+        (lambda member: None, 3, [2, 3], ""),
+        (lambda member: member.die("OOM"), 3, [2], ""),
+        (lambda member: member.end("user", ValueError("a")), 3, [2], "export_shards failed on"),
+        (lambda member: member.end("user", ValueError("a")), 0, [], "0: ValueError('a')"),
     ],
 )
-def test_shards_of_leaving_workers_arrive_although_another_one_fails(start, fail, arrives):
+def test_shards_of_leaving_workers_arrive_although_another_one_fails(
+    start, caplog, fail, rank, arrives, logged
+):
     world, controller = start(room=8, num_workers=4)
     before = list(controller.members)
     for member in before:
         member.divided = True
-    go_on = before[3].go_on
+    failing, go_on = before[rank], before[rank].go_on
 
     def fail_when_asked():
-        if before[3].is_at("export_shards"):
-            fail(before[3])
+        if failing.is_at("export_shards") or failing.is_at("import_shards"):
+            fail(failing)
         go_on()
 
-    before[3].go_on = fail_when_asked
+    failing.go_on = fail_when_asked
     for rank in (2, 3):
         world.at_step(20, lambda rank=rank: controller.drain(None, rank, 60.0))
     train(controller, 200)
     assert before[0].held == [before[rank].home.pid for rank in arrives]
+    assert logged in caplog.text
 
 
 def test_leaving_worker_that_dies_early_is_a_loss(start):
