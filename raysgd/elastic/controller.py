@@ -183,7 +183,7 @@ class Controller:
         forming, record, call = self._forming, self.record, self.record.call
         match action:
             case Do.SURVEY:
-                return self._survey()
+                return self._supervision.survey()
             case Do.AWAIT_WORKERS:
                 forming.await_workers(self.state.budget.min_workers)
             case Do.REJOIN:
@@ -264,16 +264,6 @@ class Controller:
                     self._group.discard(*self.members)
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()
-
-    def _survey(self) -> GroupEvent:
-        self._supervision.advance_components({})
-        joining, leaving = self._scale_up.due_changes()
-        return state_machine.Surveyed(
-            num_workers=len(self.members),
-            num_joining=len(joining),
-            num_leaving=len(leaving),
-            must_replay=self._supervision.prepare_replay(),
-        )
 
     def can_restart(self) -> bool:
         """Return whether new workers can have the newest state, or that of a kept snapshot.

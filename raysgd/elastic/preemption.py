@@ -17,7 +17,7 @@ _LEAVE_S = 3.0
 
 @dataclass(eq=False)
 class PreemptionWatch:
-    """Watches notices of preemption, and decides which workers leave.
+    """Watches notices of preemption, and decides which of the preempted workers leave now.
 
     With `_can_join`, replacement workers can take over from those that leave.
     """

@@ -24,7 +24,14 @@ from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed import SpeedMonitor
-from raysgd.elastic.state_machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
+from raysgd.elastic.state_machine import (
+    CallFailed,
+    CallReturned,
+    GroupEvent,
+    RunCall,
+    Surveyed,
+    WorkersLost,
+)
 from raysgd.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
@@ -138,7 +145,18 @@ class Supervision:
         self._callbacks_save = False
         """Whether callbacks save as soon as possible, because workers will be preempted."""
 
-    def advance_components(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def survey(self) -> Surveyed:
+        """Let the components check the group. Return the changes that are due."""
+        self._advance({})
+        joining, leaving = self._scale_up.due_changes()
+        return Surveyed(
+            num_workers=len(self._group.members),
+            num_joining=len(joining),
+            num_leaving=len(leaving),
+            must_replay=self._prepare_replay(),
+        )
+
+    def _advance(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Let the components check the group, without waiting.
 
         They use the progress of the members that answered, which is empty before a call.
@@ -149,7 +167,7 @@ class Supervision:
         self._share_balancer.observe(progress)
         self._speed.observe(progress)
 
-    def prepare_replay(self) -> bool:
+    def _prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
         before, call = self.progress_before.position, self._record.call
         step = self._record.position.global_step
@@ -232,7 +250,7 @@ class Supervision:
         call.log_points.add(progress, self._group.members)
         self._record.update(*(progress.values() or [polled]))
         if progress:
-            self.advance_components(progress)
+            self._advance(progress)
         if not attempt.has_failed:
             paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
             is_complete = not paused and not action.is_replay
@@ -300,7 +318,7 @@ class Supervision:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
-            self.advance_components(progress)
+            self._advance(progress)
             if call.can_pause and not self._commands.is_pausing:
                 is_urgent = any(self._scale_up.due_changes()) or self._preemption.must_save
                 if is_urgent or self._share_balancer.wants_change:
