@@ -15,6 +15,7 @@ from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import BUSY_TICK_S, Attempt, Commands, results_of
 from raysgd.elastic.group_record import list_ranks
@@ -24,14 +25,6 @@ from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed import SpeedMonitor
-from raysgd.elastic.state_machine import (
-    CallFailed,
-    CallReturned,
-    GroupEvent,
-    RunCall,
-    Surveyed,
-    WorkersLost,
-)
 from raysgd.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
@@ -140,16 +133,14 @@ class Supervision:
         """The newest attempt, or None before the first worker receives the call."""
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
-        self._needs_goal = True
-        """Whether to set the goal of the call: in the first attempt, and if callbacks save."""
-        self._callbacks_save = False
-        """Whether callbacks save as soon as possible, because workers will be preempted."""
+        self._new_goal_saves: bool | None = False
+        """Whether callbacks save soon with the next goal, or None if the call has its goal."""
 
-    def survey(self) -> Surveyed:
+    def survey(self) -> state_machine.Surveyed:
         """Let the components check the group. Return the changes that are due."""
         self._advance({})
         joining, leaving = self._scale_up.due_changes()
-        return Surveyed(
+        return state_machine.Surveyed(
             num_workers=len(self._group.members),
             num_joining=len(joining),
             num_leaving=len(leaving),
@@ -186,22 +177,22 @@ class Supervision:
             self._replay = call.replay(before)
         return self._replay is not None
 
-    def make_attempt(self, action: RunCall) -> GroupEvent:
+    def make_attempt(self, action: state_machine.RunCall) -> state_machine.GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         call, preemption = self._record.call, self._preemption
         if preemption.must_save and call.can_pause:
             self._record.update(self._snapshots.rescue(self._commands))
-            preemption.must_save, self._callbacks_save, self._needs_goal = False, True, True
+            preemption.must_save, self._new_goal_saves = False, True
         self.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
             self._commands.pause_at(None)
         if action.is_replay:
             assert self._replay is not None
             call = self._replay
-        elif self._needs_goal and call.set_goal is not None:
+        elif (saves := self._new_goal_saves) is not None and call.set_goal is not None:
             newest = newest_progress([self._record.progress, self.progress_before])
-            call.request = call.set_goal(newest.position, self._callbacks_save)
-            self._callbacks_save = self._needs_goal = False
+            call.request = call.set_goal(newest.position, saves)
+            self._new_goal_saves = None
         everyone, rank = self._group.members, call.rank
         members = list(everyone) if rank is None else [everyone[rank]]
         with contextlib.ExitStack() as stack:
@@ -241,8 +232,8 @@ class Supervision:
         return packed, inbox
 
     def _end_attempt(
-        self, call: Call, action: RunCall, attempt: Attempt, polled: Progress | None
-    ) -> GroupEvent:
+        self, call: Call, action: state_machine.RunCall, attempt: Attempt, polled: Progress | None
+    ) -> state_machine.GroupEvent:
         """Let the components check the group after an attempt, and return its event."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
@@ -257,22 +248,22 @@ class Supervision:
             if is_complete:
                 self._snapshots.await_changes()
             outcomes = [attempt.outcomes[member] for member in attempt.members]
-            return CallReturned(outcomes=outcomes, is_complete=is_complete)
+            return state_machine.CallReturned(outcomes=outcomes, is_complete=is_complete)
         member, outcome = attempt.first_user_error or (None, None)
         self._split = 0 if outcome is None else outcome.split
         if member and outcome and outcome.split:  # memory ran out
             cause = repr(outcome.unpack())
             self._record.add_event("split", [member], cause=cause, factor=outcome.split)
         if attempt.lost:
-            return WorkersLost(lost=attempt.lost)
+            return state_machine.WorkersLost(lost=attempt.lost)
         is_stopped = attempt.needs_new_group and outcome is None
         can_repeat = call.has_batches or call.max_failures > 0
         if self._split or (is_stopped and can_repeat):
-            return CallFailed()
+            return state_machine.CallFailed()
         error = attempt.make_error()
         if member is not None:
             self._record.add_event("user_error", [member], cause=repr(error))
-        return CallFailed(error=error)
+        return state_machine.CallFailed(error=error)
 
     @contextlib.contextmanager
     def _showing_progress(self, call: Call) -> Iterator[None]:
