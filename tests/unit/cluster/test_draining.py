@@ -12,6 +12,7 @@ from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.loop.requests import LeavingRequest, TrainRequest
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.clock import ManualClock
+from tests.unit.cluster.test_elasticity import lose_all
 
 
 def train(controller, step, **options):
@@ -63,13 +64,8 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
 def test_metrics_of_a_worker_that_left_do_not_count_if_its_steps_run_again(start, snapshot_every):
     world, controller = start(room=6)
     world.snapshot_every = snapshot_every
-
-    def lose_all():
-        for member in controller.members:
-            member.die("OOM")
-
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
-    world.at_step(100, lose_all)
+    world.at_step(100, lambda: lose_all(world))
     record = train(controller, 200, max_failures=1)
     assert kinds(controller)[-1] == "restarted"
     repeated = controller.events[-1].step == 0

@@ -5,7 +5,7 @@ import pytest
 from raysgd.cluster.preemption_notices import PreemptionNotices
 from tests.blackbox.simulation.seam import BadBatchError
 from tests.blackbox.simulation.world import World
-from tests.unit.cluster.test_elasticity import kinds, run_until
+from tests.unit.cluster.test_elasticity import kinds, lose_all, run_until
 
 
 @pytest.fixture
@@ -85,14 +85,8 @@ def silence(world, monkeypatch):
 
 def test_while_the_ray_head_is_silent_no_start_is_tried(world, silence, caplog):
     controller = world.drive(2, rejoins=False, max_attempts=1).controller
-
-    def lose_all():
-        now = world.monotonic()
-        silence(now - 5, now + 30)
-        world.lose(0)
-        world.lose(1)
-
-    world.at_step(17, lose_all)
+    world.at_step(17, lambda: silence(world.monotonic() - 5, world.monotonic() + 30))
+    world.at_step(17, lambda: lose_all(world))
     run_until(controller, 40, max_failures=2)
     assert "waiting" not in kinds(controller)
     assert caplog.text.count("The Ray head does not answer") == 1
