@@ -26,7 +26,7 @@ class PreemptionWatch:
     _record: GroupRecord
     _can_join: bool
     _step_s: float = 0.0
-    _known: set[WorkerHandle] = field(default_factory=set)
+    _reported: set[WorkerHandle] = field(default_factory=set)
     must_save: bool = False
     """Whether to save soon: workers leave before any worker can replace them.
 
@@ -61,8 +61,8 @@ class PreemptionWatch:
             if each.process.terminated_s is not None:
                 self._group.notices.record_sigterm(member, each.process.terminated_s)
         preempted = self._group.preempted()
-        news = {member: preempted[member] for member in preempted if member not in self._known}
-        self._known = set(preempted)
+        news = {member: preempted[member] for member in preempted if member not in self._reported}
+        self._reported = set(preempted)
         for notice in dict.fromkeys(news.values()):
             concerned = [member for member in news if news[member] == notice]
             left_s = max(0.0, notice.deadline - self._group.clock.time())
