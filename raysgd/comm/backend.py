@@ -22,6 +22,7 @@ class CollectiveBackend(ABC):
     process_can_rejoin = True
     """Whether a process can join another generation later. If not, each change of the group
     restarts all workers."""
+    _server: Any = None  # of the rendezvous, on the driver
 
     @abstractmethod
     def prepare(self, addresses: Sequence[str]) -> Any:
@@ -74,5 +75,8 @@ class CollectiveBackend(ABC):
         """
         return {}
 
-    def close(self) -> None:  # noqa: B027  optional
+    def close(self) -> None:
         """Release the resources that `prepare` allocated. Runs on the driver."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()

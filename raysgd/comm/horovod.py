@@ -56,7 +56,6 @@ class HorovodBackend(CollectiveBackend):
         self._variables = dict(variables or {})
         self._timeout_s = timeout_s
         self._framework = framework
-        self._server: Any = None
         self._own_connections: set[_Connection] = set()
         self._env: dict[str, str] = {}
 

@@ -38,7 +38,6 @@ class TensorflowBackend(CollectiveBackend):
         # The driver runs this, so its choice of Keras applies to all workers.
         self._environment = keras_environment()
         self._has_warned = False
-        self._server: StoreServer | None = None
         self._reserved_port: socket.socket | None = None
 
     def prepare(self, addresses: Sequence[str]) -> Address:
@@ -51,8 +50,8 @@ class TensorflowBackend(CollectiveBackend):
                 "it with a firewall."
             )
         self.close()
-        self._server = StoreServer(driver_address(addresses))
-        return self._server.address
+        server = self._server = StoreServer(driver_address(addresses))
+        return server.address
 
     def setup(self, context: WorkerContext, rendezvous: Address | None) -> None:
         """Set the variables that TensorFlow reads on import and when it creates the strategy."""
@@ -117,11 +116,6 @@ class TensorflowBackend(CollectiveBackend):
         text = "Keras 3 cannot fit with this strategy. Install tf_keras, and set "
         is_known = isinstance(error, ValueError) and "PerReplica" in str(error)
         return text + "TF_USE_LEGACY_KERAS=1 before the script starts." if is_known else ""
-
-    def close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
 
 
 def _reserve_port() -> socket.socket:

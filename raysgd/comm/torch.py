@@ -105,7 +105,6 @@ class TorchCollectiveBackend(CollectiveBackend):
         self._timeout = datetime.timedelta(
             seconds=env_seconds("NCCL_TIMEOUT_S", timeout_s) if name == "nccl" else timeout_s
         )
-        self._server: StoreServer | None = None
         self._tcp_store: TCPStore | None = None
         self._reset()
 
@@ -260,9 +259,7 @@ class TorchCollectiveBackend(CollectiveBackend):
         )
 
     def close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        super().close()
         self._tcp_store = None
 
 
