@@ -39,6 +39,7 @@ class SequentialSource(PartitionedSource):
 
     def __init__(self, loader: Any, *, seed: int, **partition_arguments: Any) -> None:
         self._collates, self._seed = has_samples(loader), seed
+        self._dataset: Any = loader.dataset if self._collates else loader
         size, drop_last = (loader.batch_size, loader.drop_last) if self._collates else (None, False)
         super().__init__(loader, known_length(loader), size, bool(drop_last), **partition_arguments)
         self.knows_sizes = self._collates and keeps_samples(loader)
@@ -57,10 +58,6 @@ class SequentialSource(PartitionedSource):
         super().set_batch_size(size, follows_config)
         requested = self._requested_batch_size
         self._chunk_size = requested if follows_config and requested else size
-
-    @property
-    def _dataset(self) -> Any:
-        return self.loader.dataset if self._collates else self.loader
 
     def __iter__(self) -> Iterator[Any]:
         copied = self._copy_for_user()

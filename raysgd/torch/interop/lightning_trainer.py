@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.forwarding import forward_to
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.interop.logged_metrics import REDUCTIONS, MergedStates, Reduced, copy_without_sync
 
@@ -50,9 +51,8 @@ class TrainerStandIn:
         stacked = torch.stack(functional.all_gather(tensor.contiguous(), group))
         return stacked if sync_grads else stacked.detach()
 
-    @property
-    def num_training_batches(self) -> int:
-        return int(self._operator.steps_per_epoch)
+    num_training_batches: int = forward_to("_operator.steps_per_epoch")
+    global_step: int = forward_to("_operator.global_step")
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -64,10 +64,6 @@ class TrainerStandIn:
         # In Lightning, an epoch ends after its validation.
         is_over = self.validating and train_state.epoch > 0 and train_state.offset == 0
         return int(train_state.epoch - is_over)
-
-    @property
-    def global_step(self) -> int:
-        return int(self._operator.global_step)
 
     def log(
         self,

@@ -287,7 +287,7 @@ def test_file_that_cannot_be_read_is_named_and_leaves_nothing_in_the_cache(
 
 
 def test_few_files_stay_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_NUM_OPEN", 2)
+    monkeypatch.setattr(formats, "_MAX_OPEN", 2)
     for name in "abc":
         (tmp_path / name).write_text(name)
     records = text(str(tmp_path / "?"), cache_dir=tmp_path / "cache")
