@@ -32,16 +32,36 @@ class ShareBalancer:
         self._shares: tuple[float, ...] = ()
         """The shares last chosen, with mean 1."""
         self._traits: dict[str, set[str]] = {}
-        self._wrong_since: float | None = None
+        self._wrong_since = math.inf
         self._changed_at = -math.inf
-        self.wants_change = False
+
+    @property
+    def wants_change(self) -> bool:
         """Whether the call should pause at a step, because shares have been wrong for long."""
+        may_change_at = self._changed_at + self._config.resize_cooldown_s
+        return self._group.clock.monotonic() >= max(may_change_at, self._wrong_since + _LASTS_S)
 
     def choose_for(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares of the workers that receive a request. None means equal shares."""
-        if self.wants_change or self._members != list(members):
-            self._choose(members)
-        return self._shares if _are_uneven(self._shares) else None
+        if not self.wants_change and self._members == list(members):
+            return self._shares if _are_uneven(self._shares) else None
+        self._speeds = {m: speed for m, speed in self._speeds.items() if m in members}
+        old_shares = self._shares or (1.0,) * len(members)
+        shares = self.from_config(members) or (1.0,) * len(members)
+        if self._config.shares == "measured":
+            measured = self._by_speed(members)
+            shares = measured if _differ(shares, measured) else shares
+        self._members, self._shares, self._wrong_since = list(members), shares, math.inf
+        if shares != old_shares and (_are_uneven(shares) or _are_uneven(old_shares)):
+            self._changed_at = self._group.clock.monotonic()
+            self._record.add_event(
+                "rebalanced",
+                members,
+                cause=f"shares {_format(shares)}, before {_format(old_shares)}",
+                shares=shares,
+                old_shares=old_shares,
+            )
+        return shares if _are_uneven(shares) else None
 
     def from_config(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares that the user's mapping sets for workers. None means equal shares.
@@ -74,33 +94,8 @@ class ShareBalancer:
         members, now = self._group.members, self._group.clock.monotonic()
         is_known = self._members == members and all(m in self._speeds for m in members)
         is_measured = self._config.shares == "measured" and len(members) > 1
-        if not (is_measured and is_known and _differ(self._shares, self._by_speed(members))):
-            self._wrong_since, self.wants_change = None, False
-            return
-        if self._wrong_since is None:
-            self._wrong_since = now
-        may_change = now >= self._changed_at + self._config.resize_cooldown_s
-        self.wants_change = may_change and now >= self._wrong_since + _LASTS_S
-
-    def _choose(self, members: Sequence[WorkerHandle]) -> None:
-        self._speeds = {m: speed for m, speed in self._speeds.items() if m in members}
-        old_shares = self._shares or (1.0,) * len(members)
-        shares = self.from_config(members) or (1.0,) * len(members)
-        if self._config.shares == "measured":
-            measured = self._by_speed(members)
-            shares = measured if _differ(shares, measured) else shares
-        self._members, self._shares = list(members), shares
-        self._wrong_since, self.wants_change = None, False
-        if shares == old_shares or not (_are_uneven(shares) or _are_uneven(old_shares)):
-            return
-        self._changed_at = self._group.clock.monotonic()
-        self._record.add_event(
-            "rebalanced",
-            members,
-            cause=f"shares {_format(shares)}, before {_format(old_shares)}",
-            shares=shares,
-            old_shares=old_shares,
-        )
+        is_wrong = is_measured and is_known and _differ(self._shares, self._by_speed(members))
+        self._wrong_since = min(self._wrong_since, now) if is_wrong else math.inf
 
     def _by_speed(self, members: Sequence[WorkerHandle]) -> tuple[float, ...]:
         """Return shares proportional to speed. A worker of unknown speed gets the mean."""
