@@ -111,8 +111,7 @@ class Worker:
         self._is_remote = is_remote
         if is_remote:
             send_classes_of_the_script()
-        self._interrupted = False
-        self._cut_off = False
+        self._interruption: OutcomeKind | None = None
         self._terminated_at: float | None = None
         if catches_sigterm:
             process.catch_sigterm(self._record_sigterm)
@@ -173,7 +172,7 @@ class Worker:
             if self._backend is not None:
                 self._backend.teardown()
                 self._backend.setup(group, rendezvous)
-            self._interrupted = self._cut_off = False
+            self._interruption = None
             self._hosted.set_interrupted(False)
             self._hosted.pause_at(None)
             if leader_rank is None:
@@ -206,7 +205,7 @@ class Worker:
         with self._generation_lock:
             if generation is not None and generation < self._generation:
                 return
-            self._interrupted = True
+            self._interruption = self._interruption or "interrupted"
             if self.runner is not None:
                 self.runner.set_interrupted(True)
             if self._backend is not None:
@@ -218,7 +217,7 @@ class Worker:
         return DriverWatch(address, driver_grace_s, interrupt).start()
 
     def _interrupt_alone(self) -> None:
-        self._cut_off = True
+        self._interruption = "cut off"
         self.interrupt()
 
     def progress(self, acknowledged_step: int = -1) -> Progress:
@@ -327,8 +326,8 @@ class Worker:
         if isinstance(error, PausedError):
             return Outcome("paused", None, self._safe_progress())
         advice = "" if self._backend is None else self._backend.advice(error)
-        if self._interrupted:
-            kind = "cut off" if self._cut_off else "interrupted"
+        if self._interruption is not None:
+            kind = self._interruption
         elif advice:
             error.add_note(advice)
         elif self._backend is not None and _has_cause(error, self._backend.is_communication_error):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,7 @@ class HealthMonitor:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._has_shown = False
-        self._moved_at = self.clock.monotonic()
+        self._moved_at = self.clock.monotonic()  # or infinity after a log
         self._seen: dict[WorkerHandle, ReportedPosition] = {}
         self._waiting: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
@@ -92,10 +92,9 @@ class HealthMonitor:
         now = self.clock.monotonic()
         if any(seen[member] != self._seen.get(member) for member in seen):
             self._seen, self._moved_at = {**self._seen, **seen}, now
-            self._has_shown = False
         waited_s = now - self._moved_at
-        if waited_s >= _STANDSTILL_S and not self._has_shown:
-            self._has_shown = True
+        if waited_s >= _STANDSTILL_S:
+            self._moved_at = math.inf
             asked = {m: m.submit_control(Worker.stacks) for m in self.attempt.pending}
             self.clock.wait(asked.values(), _STACKS_S)
             answers, none = results_of(asked), "no answer: the process is stopped or gone"
