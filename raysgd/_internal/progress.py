@@ -72,7 +72,7 @@ class UpdateStatus(NamedTuple):
 class Holdings(NamedTuple):
     """What a worker has of the state. `Replication` writes it, and `raysgd.elastic` reads it."""
 
-    complete: bool = True
+    is_complete: bool = True
     """Whether the worker has all of the state. Otherwise it has shards."""
     condition: Literal["good", "damaged", "lost"] = "good"
     """``damaged`` if an optimizer raised within a step; another worker may have a good state.

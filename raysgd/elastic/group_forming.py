@@ -19,7 +19,7 @@ from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRe
 from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Attempt, Commands
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import list_ranks
-from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, must_hand_over
+from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, may_have_only_copy
 from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
@@ -89,7 +89,7 @@ class GroupForming:
         began: float,
     ) -> state_machine.GroupEvent:
         leaving = [member for member in self._group.members if member not in staying]
-        if must_hand_over(self._record.progress):
+        if may_have_only_copy(self._record.progress):
             for outcome in self._commands.send_to_idle(leaving, ExportShardsRequest()).values():
                 if (shards := outcome.unpack()) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
@@ -156,7 +156,7 @@ class GroupForming:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
         config, call = self._scale_up.config, self._record.call
         num_members, starting = len(self._group.members), not self._group.members
-        missing = state_machine.too_few(num_members, min_workers)
+        missing = state_machine.format_shortage(num_members, min_workers)
         deadline, num_waits, enough_at = 0.0, 0, math.inf
         while True:
             self._commands.check_open()

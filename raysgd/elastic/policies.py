@@ -109,20 +109,20 @@ def choose_leader(
     return (leader, list(progress)) if is_behind else (first, staying)
 
 
-def members_to_ask(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
+def state_senders(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
     """Return the sets of members that can send the state: any member, or all if it is sharded.
 
-    >>> members_to_ask({"a": Progress(), "b": Progress()})
+    >>> state_senders({"a": Progress(), "b": Progress()})
     [['a'], ['b']]
     """
-    if any(map(must_hand_over, progress.values())):
+    if any(map(may_have_only_copy, progress.values())):
         return [list(progress)]
     return [[member] for member in progress]
 
 
-def must_hand_over(progress: Progress) -> bool:
+def may_have_only_copy(progress: Progress) -> bool:
     """Return whether a worker may have the only copy of a part of the state."""
-    return not progress.holdings.complete
+    return not progress.holdings.is_complete
 
 
 def backoff_s(attempt: int, config: ElasticConfig) -> float:
@@ -134,7 +134,7 @@ def backoff_s(attempt: int, config: ElasticConfig) -> float:
     return min(config.max_s, config.initial_s * 2.0 ** min(attempt, 60))
 
 
-def pause_step(progress: Sequence[Progress], notice_s: float) -> int:
+def choose_pause_step(progress: Sequence[Progress], notice_s: float) -> int:
     """Return a step at which all workers can pause together, `notice_s` seconds ahead.
 
     Workers are at most one step apart.

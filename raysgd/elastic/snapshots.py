@@ -18,7 +18,7 @@ from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
-from raysgd.elastic.policies import members_to_ask
+from raysgd.elastic.policies import state_senders
 from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class SnapshotKeeper:
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._requested is None and step > self._step:
-            asked = {each: progress[each] for each in members_to_ask(progress)[0]}
+            asked = {each: progress[each] for each in state_senders(progress)[0]}
             are_equal = all(each.snapshot.step == step for each in asked.values())
             if are_equal and any(each.is_remote for each in asked):
                 self._fetch(asked, step)
@@ -116,7 +116,7 @@ class SnapshotKeeper:
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
         answers = commands.ask_progress()
-        sets = [each for each in members_to_ask(answers) if any(m.is_remote for m in each)]
+        sets = [each for each in state_senders(answers) if any(m.is_remote for m in each)]
         for members in sorted(sets, key=lambda each: -answers[each[0]].position.global_step):
             shards = self._rescue(commands, members)
             steps = {(read() or {}).get("global_step") for read in shards}

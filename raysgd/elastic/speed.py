@@ -131,14 +131,14 @@ def find_cause(
     slowest worker computes longest and waits least.
     """
     since = f" since step {since_step:,}"
-    if len(workers) > 1 and (cause := _straggler(workers, since)):
+    if len(workers) > 1 and (cause := _find_straggler(workers, since)):
         return cause
     step_s = statistics.mean(each.step_s for each in workers)
     least_s = {name: min(each.seconds[name] for each in workers) for name in _ADVICE_FOR_ALL}
     phase = max(least_s, key=lambda name: least_s[name] / _MIN_FRACTIONS[name])
     if least_s[phase] < max(_MIN_FRACTIONS[phase] * step_s, _MIN_STEP_S):
         return None
-    rank, why = _slow_link(workers, links or {}) if phase == "wait" else (None, "")
+    rank, why = _find_slow_link(workers, links or {}) if phase == "wait" else (None, "")
     text = _ADVICE_FOR_ALL[phase].format(
         percent=_percent_of(least_s[phase], step_s),
         since=since,
@@ -149,7 +149,7 @@ def find_cause(
     return Cause(phase, rank, text)
 
 
-def _straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
+def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
     slowest = max(workers, key=lambda each: each.busy_s)
     others = [each for each in workers if each is not slowest]
     extra_s = slowest.busy_s - statistics.median(each.busy_s for each in others)
@@ -184,7 +184,7 @@ def _advice_for_loader(worker: WorkerSpeed) -> str:
     return f"raise DataLoader(num_workers={worker.loader_workers})"
 
 
-def _slow_link(
+def _find_slow_link(
     workers: Sequence[WorkerSpeed], links: Mapping[tuple[str, str], float]
 ) -> tuple[int | None, str]:
     """Return the rank of a worker with a slow connection, or None, and who waits for what."""

@@ -215,7 +215,7 @@ Action = Do | RemoveLost | RunCall | DiscardWorkers | Fail
 Next = tuple[GroupState, tuple[Action, ...]]
 
 
-def too_few(num_workers: int, min_workers: int) -> str:
+def format_shortage(num_workers: int, min_workers: int) -> str:
     return f"{num_workers} worker{'s' * (num_workers != 1)} left, but min_workers={min_workers}"
 
 
@@ -277,7 +277,7 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
     if event.num_workers + event.num_joining < budget.min_workers:
         if policy.may_grow:
             return state, (Do.AWAIT_WORKERS, Do.SURVEY)
-        number = too_few(event.num_workers, budget.min_workers)
+        number = format_shortage(event.num_workers, budget.min_workers)
         return state, (Fail(f"{number}, and grow=False starts no replacements"),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
         if policy.process_can_rejoin and event.num_leaving < event.num_workers:

@@ -20,7 +20,7 @@ from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import BUSY_TICK_S, Attempt, Commands, results_of
 from raysgd.elastic.group_record import list_ranks
-from raysgd.elastic.policies import newest_progress, pause_step
+from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
@@ -323,7 +323,7 @@ class Supervision:
             return  # a worker does not answer, or the call is ending
         if not all(p.measured.step_s for p in progress.values()):
             return  # the step duration is unknown before the first step
-        step = pause_step(list(progress.values()), notice_s)
+        step = choose_pause_step(list(progress.values()), notice_s)
         steps = self._commands.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
             attempt.needs_new_group = True  # some workers have passed the step: discard it

@@ -59,7 +59,7 @@ class OperatorRunner(Runner, ABC):
         has_moved = train_state.saved_position() != position
         if has_moved or loop.source.is_partitioned:
             loop.restart_iteration()  # otherwise, the loop continues to read the same batches
-        if not train_state.holdings.complete:
+        if not train_state.holdings.is_complete:
             loop.snapshots.clear()
         self.operator.on_world_change()
         if state is not None:  # the hook may register the data of the leader
@@ -438,6 +438,6 @@ class OperatorRunner(Runner, ABC):
         train_state = self._train_state
         is_in_sync = train_state.replication.is_in_sync
         has_all = train_state.context.world_size == num_workers and is_in_sync
-        if not (train_state.holdings.complete or has_all):
+        if not (train_state.holdings.is_complete or has_all):
             return None
         return dict(train_state.to_cpu(self._read_state(is_snapshot=True)))

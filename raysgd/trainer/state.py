@@ -23,7 +23,7 @@ from raysgd.checkpoint.manifest import HashingFile
 from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.elastic.call import LoadRequest
-from raysgd.elastic.policies import must_hand_over
+from raysgd.elastic.policies import may_have_only_copy
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import WorkerLostError
 from raysgd.loop.options import Options
@@ -124,7 +124,7 @@ class StateTransfer:
 
     def _fetch(self, request: Request, method: str, open_inbox: Any = Inbox) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
-        rank = None if must_hand_over(self.dispatcher.controller.record.progress) else 0
+        rank = None if may_have_only_copy(self.dispatcher.controller.record.progress) else 0
         options = {"rank": rank, "open_inbox": open_inbox, "allows_any_size": True}
         return self.dispatcher.run(request, method=method, **options)
 
@@ -146,7 +146,7 @@ class StateTransfer:
         )
         is_remote = bool(members) and all(member.is_remote for member in members)
         with controller.speed.saving():
-            if is_remote and not (must_hand_over(progress) or _allows_own_types()):
+            if is_remote and not (may_have_only_copy(progress) or _allows_own_types()):
                 return self._stream(target, manifest, provenance, frozen)
             state = self.collect("save", provenance, frozen)
             return checkpoint.write_file(state, target.name, manifest)

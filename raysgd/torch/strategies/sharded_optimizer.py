@@ -58,7 +58,7 @@ class OptimizerShards(UpdateFeature):
             parameters. The layout then covers those of the optimizer, also if they are frozen.
     """
 
-    holdings = Holdings(complete=False)
+    holdings = Holdings(is_complete=False)
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class OptimizerShards(UpdateFeature):
                 base = self._elements_of(index, start, stop)
                 self._pieces.append(Piece(index, start, stop, self._version, state, base=base))
         self._token = self._token[0], self._token[1] + 1
-        self.is_in_sync, self.holdings = True, Holdings(complete=False)
+        self.is_in_sync, self.holdings = True, Holdings(is_complete=False)
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         """Return a value of the state with the dtype and device that the optimizer needs."""
@@ -289,8 +289,9 @@ class OptimizerShards(UpdateFeature):
         pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
         shards = [layout.shard(each, size) for each in range(size)]
         transfers = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
-        self.holdings = Holdings(complete=False, condition="lost" if transfers is None else "good")
+        self.holdings = Holdings(is_complete=False)
         if transfers is None:
+            self.holdings = Holdings(is_complete=False, condition="lost")
             return super().receive(leader_rank)
         by_src: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in transfers:
@@ -334,7 +335,7 @@ class ShardedOptimizers(Replication):
     holdings: Holdings = forward_to(
         lambda self: next(
             (each.holdings for each in self.features if each.holdings.condition == "lost"),
-            Holdings(complete=False),
+            Holdings(is_complete=False),
         )
     )
     is_in_sync: bool = forward_to(lambda self: all(each.is_in_sync for each in self.features))

@@ -370,7 +370,7 @@ class SimMember(WorkerHandle):
             bar=progress.Bar(global_step=self.step),
             measured=progress.Measured(step_s=self._world.step_s, samples_per_s=self.speed),
             snapshot=progress.SnapshotStatus(self.snapshot_step),
-            holdings=progress.Holdings(complete=not self.divided, condition=self.condition),
+            holdings=progress.Holdings(is_complete=not self.divided, condition=self.condition),
             process=progress.ProcessStatus(terminated_s=terminated_s),
         )
 

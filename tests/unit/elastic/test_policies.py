@@ -11,8 +11,8 @@ from raysgd.elastic.policies import (
     assign_contexts,
     backoff_s,
     choose_leader,
+    choose_pause_step,
     newest_progress,
-    pause_step,
 )
 
 
@@ -94,7 +94,7 @@ def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reac
     positions = [ReportedPosition(global_step=reached + more) for more, _ in workers]
     measured = [Measured(step_s=step_s) for _, step_s in workers]
     pairs = list(zip(positions, measured, strict=True))
-    step = pause_step([Progress(at, measured=speed) for at, speed in pairs], notice_s)
+    step = choose_pause_step([Progress(at, measured=speed) for at, speed in pairs], notice_s)
     assert all(step >= at.global_step + 2 for at in positions)
     first, (step_s, *_) = max(pairs, key=lambda pair: pair[0].global_step)
     ahead = step - 2 - first.global_step

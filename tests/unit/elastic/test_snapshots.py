@@ -66,7 +66,7 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
 
 
 def divided(step):
-    return at(step)._replace(holdings=Holdings(complete=False))
+    return at(step)._replace(holdings=Holdings(is_complete=False))
 
 
 def test_shards_of_one_step_are_fetched_together():

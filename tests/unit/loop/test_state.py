@@ -248,7 +248,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
     state = SimpleNamespace(
         settings=SimpleNamespace(options=SimpleNamespace(elastic=ElasticConfig())),
         context=WorkerContext(world_rank=1, distributed=True),
-        holdings=Holdings(complete=False),
+        holdings=Holdings(is_complete=False),
         replication=Replication(),
         timing=StepTiming(),
         epoch=0,
