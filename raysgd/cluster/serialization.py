@@ -91,9 +91,9 @@ def pack_as(what: str, value: Any) -> Parcel:
     try:
         return pack(value)
     except Exception as error:
-        name_part = getattr(value, "unpicklable_part", lambda: what)
+        name_argument = getattr(value, "unpicklable_argument", lambda: what)
         raise TypeError(
-            f"Cannot send {name_part()} to the workers, because it cannot be pickled: {error}. "
+            f"Cannot send {name_argument()} to the workers, because it cannot be pickled: {error}. "
             "Create such objects in setup(), which runs on the workers."
         ) from None
 

@@ -375,7 +375,7 @@ def _pack_answer(value: Any) -> Parcel:
             if not isinstance(value, Mapping) or (key := unpicklable_key(value)) is None:
                 break
             where, value = f"{where or ' at '}[{key!r}]", value[key]
-        what = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
+        what = getattr(value, "unpicklable_argument", lambda: f"a {type(value).__name__}")
         raise TypeError(f"A worker cannot send {what()}{where} to the driver: {error}") from error
 
 

@@ -175,7 +175,7 @@ class OperatorRunner(Runner, ABC):
             self._train_state.data.release()
         self._loop = None
 
-    def unpicklable_part(self) -> str:
+    def unpicklable_argument(self) -> str:
         key = unpicklable_key(self._options.config)
         return "training_operator_cls" if key is None else f"config[{key!r}]"
 
