@@ -212,14 +212,14 @@ class Fail:
 
 
 Action = Do | RemoveLost | RunCall | DiscardWorkers | Fail
-Next = tuple[GroupState, tuple[Action, ...]]
+Transition = tuple[GroupState, tuple[Action, ...]]
 
 
 def format_shortage(num_workers: int, min_workers: int) -> str:
     return f"{num_workers} worker{'s' * (num_workers != 1)} left, but min_workers={min_workers}"
 
 
-def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Next:
+def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Transition:
     """Return the next state and the actions that follow from an event.
 
     Raises:
@@ -270,7 +270,7 @@ def _broken(state: GroupState) -> Broken:
     return state if isinstance(state, Broken) else Broken(state.budget)
 
 
-def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
+def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Transition:
     budget = state.budget
     if not event.num_workers:
         return _broken(state), (Do.CHECK_SNAPSHOT,)
@@ -290,7 +290,7 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
     return running, (RunCall(is_replay=event.must_replay),)
 
 
-def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Next:
+def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Transition:
     budget = state.budget
     actions: list[Action] = [RemoveLost(lost)]
     if not policy.survivors_stay:

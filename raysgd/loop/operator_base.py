@@ -200,7 +200,7 @@ class OperatorBase:
             "info": info and {k: v for k, v in info.items() if k not in _INFO_KEYS},
         }
 
-    def _measure(self, metrics: Any) -> None:
+    def _hold_metrics(self, metrics: Any) -> None:
         """Add the metrics of a micro-batch. They count if its update counts."""
         update = self._train_state.update
         micro_batch = update.micro_batch

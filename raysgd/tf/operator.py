@@ -73,7 +73,7 @@ class TrainingOperator(OperatorBase):
         batch_idx = train_state.global_step - train_state.position.call_began_at
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, batch_idx, epoch_idx)
-            self._measure(self.train_batch(batch, batch_info))
+            self._hold_metrics(self.train_batch(batch, batch_info))
             batch_idx += train_state.update.micro_batch.ends_step
         return self._finish_epoch(meters)
 

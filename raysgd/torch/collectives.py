@@ -65,10 +65,10 @@ class TorchCollectives(Collectives):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 return leaf
             tensors.append((leaf.device, leaf))
-            return _Slot(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
+            return _TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
 
         def allocate(leaf: Any) -> Any:
-            if not isinstance(leaf, _Slot):
+            if not isinstance(leaf, _TensorSpec):
                 return leaf
             target = torch.device("cpu") if leaf.on_cpu else self._device
             new = torch.empty(leaf.shape, dtype=leaf.dtype, device=target if wanted else "meta")
@@ -88,7 +88,7 @@ class TorchCollectives(Collectives):
         _broadcast_all([(tensor.device, tensor) for tensor in tensors], src)
 
 
-class _Slot(NamedTuple):
+class _TensorSpec(NamedTuple):
     """What a tensor of a broadcast state is before it arrives."""
 
     shape: tuple[int, ...]
@@ -222,16 +222,16 @@ def watch_user_code(report: Callable[[str], None]) -> None:
     """
     reference = weakref.WeakMethod(report)  # PyTorch keeps it after the end of the trainer
 
-    def noting(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    def reporting(function: Any, *arguments: Any, **keywords: Any) -> Any:
         frame: Any = sys._getframe(1)
         name = frame.f_code.co_name.lstrip("_")
         if name.startswith(_PREFIXES) and backward_pass_number() == -1:
             while re.match(r"torch\.(?!nn\.)", caller := frame.f_globals.get("__name__", "")):
                 frame = frame.f_back
-            living = reference()
-            if living is not None and caller.partition(".")[0] not in ("torch", "raysgd"):
-                living(name)
+            alive = reference()
+            if alive is not None and caller.partition(".")[0] not in ("torch", "raysgd"):
+                alive(name)
         return function(*arguments, **keywords)
 
     for module, name, function in _FIRST_CALLS:
-        setattr(module, name, functools.partial(noting, function))
+        setattr(module, name, functools.partial(reporting, function))

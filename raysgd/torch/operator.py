@@ -122,7 +122,7 @@ class TrainingOperator(OperatorBase):
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, batch_idx, epoch_idx, iterator)
             try:
-                self._measure(self.train_batch(batch, batch_info))
+                self._hold_metrics(self.train_batch(batch, batch_info))
             except BaseException:
                 if per_batch and train_state.update.should_commit(raised=True):
                     self.step_schedulers()  # the step counts as done

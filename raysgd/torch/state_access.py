@@ -62,7 +62,7 @@ class TorchStateAccess(StateAccess):
 
     def check(self, state: dict[str, Any]) -> None:
         state = with_frozen(state, self._unchanged_digests(), self._models)
-        for name, objects, saved in self._stateful(state):
+        for name, objects, saved in self._objects_and_states(state):
             check_objects(name, objects, saved, state_problem)
         if "parameters" in state:  # older files lack it
             parameters, optimizers = state["parameters"], self._registered.optimizers
@@ -180,8 +180,8 @@ class TorchStateAccess(StateAccess):
     # ---- helpers
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        stateful = self._stateful(state)
-        _, models, of_models = stateful[0]
+        found = self._objects_and_states(state)
+        _, models, of_models = found[0]
         keeps_dtypes = all(
             tensor.dtype == saved[name].dtype
             for model, saved in zip(models, of_models, strict=True)
@@ -190,7 +190,7 @@ class TorchStateAccess(StateAccess):
         )
         with contextlib.ExitStack() as undoing:
             # Load models last, because loading changes their tensors in place.
-            for kind, objects, states in reversed(stateful):
+            for kind, objects, states in reversed(found):
                 for index, (each, saved) in enumerate(zip(objects, states, strict=True)):
                     load, own = None, each.state_dict()
                     if kind == "optimizers":
@@ -212,7 +212,7 @@ class TorchStateAccess(StateAccess):
         for feature in self._registered.features:
             feature.load_state_dict(state)
 
-    def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
+    def _objects_and_states(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""
         models, saved = self._models, state.get("models", [])
         if self._registered.num_criteria and isinstance(saved, list | tuple):
