@@ -138,7 +138,7 @@ class ScaleUp:
     def __post_init__(self) -> None:
         self._pending: list[PendingWorker] = []
         self._losses: dict[AnySlot | None, tuple[Phase, int]] = {}
-        """By slot whose worker was lost: the phase, and how many pending ones in a row."""
+        """By slot whose worker was lost: the phase, and the losses in it in a row before a join."""
         self._delays: list[tuple[AnySlot, float]] = []
         """For each failure: the slot, and when it may start another worker."""
         self._resized_at = self.group.clock.monotonic()
