@@ -161,8 +161,8 @@ class Segment:
         index = len(self._drawn) - 1
         if index == 0:
             num_steps = self._train_state.accumulation_steps
-            if self.total_steps is not None and self.num_steps + num_steps > self.total_steps:
-                num_steps = self.total_steps - self.num_steps
+            if self.total_steps is not None:
+                num_steps = min(num_steps, self.total_steps - self.num_steps)
             self._update.reset()  # after batches of user code outside of the loop
             self._update.plan = self.source.plan(self._train_state.offset, num_steps)
         planned = self._update.plan.micro_batches
