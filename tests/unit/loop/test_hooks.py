@@ -75,14 +75,11 @@ def spied(make_trainer):
 
 def test_hooks_of_an_epoch(spied):
     trainer, called = spied(config={"num_samples": 16})
-    trainer.train()
-    assert called == [*CALL, *STEP, *STEP, "end_epoch 1", *END]
-    called.clear()
-    trainer.train(num_steps=1)
-    assert called == [*CALL, *STEP, *END]
-    called.clear()
-    trainer.train(num_steps=1)
-    assert called == [*CALL, *STEP, "end_epoch 2", *END]
+    epochs = ([*STEP, *STEP, "end_epoch 1"], STEP, [*STEP, "end_epoch 2"])
+    for num_steps, steps in zip((None, 1, 1), epochs, strict=True):
+        trainer.train(num_steps=num_steps)
+        assert called == [*CALL, *steps, *END]
+        called.clear()
 
 
 def test_hooks_of_an_evaluation(spied, monkeypatch):
@@ -102,10 +99,8 @@ def test_hooks_of_a_failed_step(spied, operator_cls, when):
     trainer, called = spied(operator_cls)
     with failure(trainer.get_local_operator(), when=when):
         trainer.train()
-    if when == "before":
-        assert called == [*CALL, *STEP[:2], "roll_back 0"]
-    else:
-        assert called == [*CALL, *STEP, "roll_back closed"]
+    end = [*STEP[:2], "roll_back 0"] if when == "before" else [*STEP, "roll_back closed"]
+    assert called == [*CALL, *end]
     assert trainer.state_dict()["global_step"] == (when == "after")
 
 
@@ -138,10 +133,8 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert state.global_step == len(asked) == 1
-    assert [name for name in called if name in ("commit closed", "roll_back 0")] == [
-        "commit closed",
-        "roll_back 0",
-    ]
+    ends = ["commit closed", "roll_back 0"]
+    assert [name for name in called if name in ends] == ends
     assert not state.update.is_open
 
 
@@ -256,3 +249,5 @@ def test_a_restart_yields_the_points_of_its_steps_again(make_trainer, restart, p
     assert [point.global_step for point in found] == [3, 6, 9][-len(points) :]
     assert [point.metrics["batch_count"] for point in found] == points
     assert [point.global_step for point in second.progress(6).measured.log_points] == [9]
+    second.handle(TrainRequest(call_number=1, until_step=11))
+    assert second.progress().measured.log_points == ()

@@ -13,7 +13,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import Replication
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
-from raysgd.loop.snapshots import SnapshotTaker
+from raysgd.loop.snapshots import SnapshotTaker, _num_bytes
 from raysgd.loop.state_schema import check_state
 from raysgd.torch.tensors import copy_leaf
 from tests.operators import on_gpu
@@ -162,11 +162,8 @@ def test_a_snapshot_has_batch_sizes_that_were_changed_between_calls():
 def test_a_snapshot_stays_if_a_function_changes_nothing():
     runner = runner_with_snapshots("epoch")
     taken(runner, 7)
-    runner.handle(
-        ApplyOperatorRequest(function=lambda operator: operator.optimizer.param_groups[0]["lr"])
-    )
-    assert runner.progress().snapshot.step == 5
-    assert runner.progress().snapshot.num_changes == 0
+    runner.handle(ApplyOperatorRequest(function=vars))
+    assert runner.progress().snapshot == (5, 0)
 
 
 # ---- the budget
@@ -217,7 +214,7 @@ def timed(monkeypatch):
 
 def test_snapshots_cost_at_most_one_percent_of_the_training_time(timed):
     first, *others = timed(1500)
-    assert 172 <= first < 180
+    assert first == _num_bytes(timed.runner._read_state(is_snapshot=True))
     assert [step - first for step in others] == [400, 800, 1200]
 
 
@@ -290,6 +287,11 @@ def test_no_snapshot_is_taken_while_the_driver_fetches_one():
     assert taken(runner, 4)[-1] == 2
     runner.release_snapshot(fetched, 0.0)
     assert taken(runner, 6)[-1] == 6
+    fetched = runner.acquire_snapshot()
+    runner._loop.snapshots.clear()  # as when another state is loaded
+    assert taken(runner, 7)[-1] == 7
+    runner.release_snapshot(fetched, 0.0)
+    assert runner.acquire_snapshot() is not None
 
 
 @on_gpu
@@ -311,6 +313,7 @@ WRONG = [
     *((key, n, COUNT(key, n)) for key in ("epoch", "global_step") for n in NO_COUNTS),
     *(("data", {**AT, key: -1}, COUNT(f"data[{key!r}]", -1)) for key in KEYS),
     ("data", {"epoch": 0}, COUNT("data['offset']", None)),
+    ("data", {**AT, "loader_seeds": {"a": -1}}, COUNT("data['loader_seeds']['a']", -1)),
     ("data", [1], "state['data'] must be a dict, but it is [1]."),
     ("data", {**AT, "split": 0}, "The state's data['split'] must be at least 1."),
 ]

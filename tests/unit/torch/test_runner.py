@@ -22,7 +22,7 @@ from raysgd.cluster.worker import Worker
 from raysgd.comm.network import LOOPBACK
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.call_record import MetricReader
-from raysgd.loop.requests import TrainRequest, ValidateRequest
+from raysgd.loop.requests import PredictRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import AverageMeterCollection
 from raysgd.torch import state_access
 from raysgd.torch.collectives import TorchCollectives
@@ -135,10 +135,12 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
 
 def test_copy_of_a_damaged_state_is_damaged():
     runner = make_runner(context=WorkerContext(is_alone=True, in_driver=True))
-    runner._train_state.collectives.broadcast = lambda make, rank: {**make(), "is_damaged": True}
+    sent = {"is_damaged": True, "why_not_split": "why"}
+    runner._train_state.collectives.broadcast = lambda make, rank: {**make(), **sent}
     runner._hosted_loop.state_access.copy_from = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
     assert runner._train_state.update.is_damaged
+    assert runner._train_state.micro_batching.why_not_split == "why"
 
 
 # ---- repeated calls
@@ -172,17 +174,19 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
 
     runner.operator.fail = look
     runner.handle(TrainRequest(call_number=0, until_step=4))
-    assert [p.bar.num_batches for p in seen] == [0, 1, 2, 3]
-    assert [p.bar.num_samples for p in seen] == [0, 8, 16, 24]
-    assert [p.bar.global_step for p in seen] == [0, 1, 2, 3]
+    bars = [(p.bar.num_batches, p.bar.num_samples, p.bar.global_step) for p in seen]
+    assert bars == [(0, 0, 0), (1, 8, 1), (2, 16, 2), (3, 24, 3)]
     assert [p.position.in_epoch for p in seen] == [False, True, True, True]
     assert {p.bar.total_batches for p in seen} == {4}
     assert seen[0].bar.latest_metrics == {}
     assert isinstance(seen[-1].bar.latest_metrics["train_loss"], float)
     done = runner.progress().position
     assert (done.epoch, done.in_epoch, done.global_step) == (0, True, 4)
-    runner.handle(TrainRequest(call_number=1, until_epoch=1))
-    assert (runner.progress().position.epoch, runner.progress().position.in_epoch) == (1, False)
+    runner.handle(TrainRequest(call_number=1, until_epoch=2))
+    assert (runner.progress().position.epoch, runner.progress().position.in_epoch) == (2, False)
+    assert [p.measured.step_s > 0 for p in seen] == [False, *[True] * 3, False, *[True] * 5]
+    runner.handle(PredictRequest(loader=runner.operator.validation_loader.loader))
+    assert runner.progress().bar.num_batches == 0
 
 
 class OnDevice:
