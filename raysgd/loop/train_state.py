@@ -69,6 +69,7 @@ class TrainState(ABC):
         self.user_set_step: tuple[int, int] | None = None
         self.meters: AverageMeterCollection | None = None
         """Metrics of the epoch or the validation in progress. None in loops of user code."""
+        self.optimizers: list[Any] = []  # that are registered
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.features: list[UpdateFeature] = []
         self.features_with: dict[str, list[UpdateFeature]] = {hook: [] for hook in UPDATE_HOOKS}
@@ -80,11 +81,10 @@ class TrainState(ABC):
     epoch: int = forward_to("position.epoch")
     offset: int = forward_to("position.offset")
     global_step: int = forward_to("position.global_step")
-    optimizers: list[Any] = forward_to("update.optimizer_steps.optimizers")
 
     def set_features(self, features: Sequence[UpdateFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
-        self.features = list(features)
+        self.features[:] = features
         for hook in UPDATE_HOOKS:
             default = getattr(UpdateFeature, hook)
             self.features_with[hook] = [

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
@@ -164,7 +164,7 @@ class Update:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
         self.index = -1
         for key, count in self.optimizer_steps.counts.items():
-            if count > self.optimizer_steps.usual_counts.get(key, 0):
+            if count > self.optimizer_steps.usual_counts.get(key, count):
                 self.optimizer_steps.usual_counts[key] = count
 
 
@@ -173,10 +173,13 @@ class OptimizerSteps:
 
     def __init__(self, update: Update) -> None:
         self._update = update
-        self.optimizers: list[Any] = []  # that are registered
         self.usual_counts: dict[int, int] = {}
-        """Most steps of an update that counted, by the ID of the optimizer."""
+        """Most steps of an update that counted, at least 1, by the ID of a registered optimizer."""
         self.reset()
+
+    def expect(self, optimizers: Sequence[Any]) -> None:
+        """Expect steps of the registered optimizers."""
+        self.usual_counts = dict.fromkeys(map(id, optimizers), 1)
 
     def reset(self) -> None:
         self.running_optimizer: Any = None  # the optimizer whose step runs
@@ -204,7 +207,7 @@ class OptimizerSteps:
         """Whether a failure can come between optimizer steps, or between a step and the commit."""
         if self._update.has_fixed_parts:
             return True  # a worker can be lost between its step and the commit
-        return len(self.optimizers) > 1 or max(self.usual_counts.values(), default=0) > 1
+        return sum(self.usual_counts.values()) > 1
 
     @property
     def are_complete(self) -> bool:
@@ -213,10 +216,9 @@ class OptimizerSteps:
         The steps then count, even if the loop raises.
         """
         is_running = self.running_optimizer is not None
-        if self._update.has_fixed_parts or is_running or not self.optimizers:
+        if self._update.has_fixed_parts or is_running or not self.usual_counts:
             return False
-        usual = {id(each): self.usual_counts.get(id(each), 1) for each in self.optimizers}
-        return all(self.counts.get(key, 0) >= count for key, count in usual.items())
+        return all(self.counts.get(key, 0) >= count for key, count in self.usual_counts.items())
 
 
 class LossCount(NamedTuple):

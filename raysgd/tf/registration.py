@@ -43,8 +43,8 @@ def register(
                 "register(models=..., optimizers=None) needs one compiled model. Call "
                 "model.compile(optimizer=..., loss=...) before, or pass optimizers."
             )
-    steps = train_state.update.optimizer_steps
-    steps.optimizers = [_as_optimizer(train_state, each) for each in as_list(optimizers)]
+    train_state.optimizers = [_as_optimizer(train_state, each) for each in as_list(optimizers)]
+    train_state.update.optimizer_steps.expect(train_state.optimizers)
     class_weight = _as_class_weight(class_weight)
     train_state.losses = BatchLosses(model, criterion, metrics, class_weight)
     losses = getattr(model, "loss", None) if criterion is None else criterion

@@ -9,7 +9,7 @@ import torch
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd.data.partition import EpochPartition
-from raysgd.loop.feature import Replication, UpdateFeature
+from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.frozen_parameters import FrozenParameters
@@ -22,21 +22,23 @@ from raysgd.torch.strategies.exchange import GradientExchange
 
 
 class RegisteredObjects:
-    """The registered objects of one worker, and all else that features may use.
+    """The registered objects of one worker, and what else features may use of its training state.
 
-    `TorchTrainState` creates it before ``setup``. Only `register`, `LightningMethods`, and
+    `TorchTrainState` owns it from before ``setup``. Only `register`, `LightningMethods`, and
     `GradientExchange`, which wraps models, replace attributes. No feature has the training state.
     If a feature needs the segment in progress, its caller passes it.
     """
 
-    def __init__(self, settings: TorchSettings, data: TorchSources, owner: TrainState) -> None:
-        self._settings, self._owner = settings, owner
+    def __init__(self, settings: TorchSettings, data: TorchSources, state: TrainState) -> None:
+        self._settings = settings
         # From before ``setup`` to the end of the worker, these are the same objects.
         self.options, self.device = settings.options, settings.device
         self.warn_once = settings.warn_once
         self.data = data  # the loaders of ``register_data``, and how the workers partition them
-        self.position = owner.position  # the global step, epoch, and offset
-        self.update, self.timing = owner.update, owner.timing
+        self.position = state.position  # the global step, epoch, and offset
+        self.update, self.timing = state.update, state.timing
+        self.features, self.features_with = state.features, state.features_with
+        self.optimizers: list[torch.optim.Optimizer] = state.optimizers
         self.collectives = TorchCollectives(self.device)
         self.precision = PRECISIONS[self.options.use_fp16](self.device, self.options.amp_dtype)
         self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
@@ -54,9 +56,6 @@ class RegisteredObjects:
         self.criteria: list[Any] = []
 
     context: WorkerContext = forward_to("_settings.context", "Rank and size of this generation.")
-    optimizers: list[torch.optim.Optimizer] = forward_to("update.optimizer_steps.optimizers")
-    features: list[UpdateFeature] = forward_to("_owner.features", "In the order of their hooks.")
-    features_with: dict[str, list[UpdateFeature]] = forward_to("_owner.features_with")
     partition: EpochPartition = forward_to(
         "data.training_source.partition", "Which samples each worker trains in this generation."
     )

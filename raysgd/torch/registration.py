@@ -54,7 +54,8 @@ def register(
     horovod_args = as_dict("register", "horovod_args", horovod_args)
     modules = as_registered("models", models, torch.nn.Module)
     given = as_registered("optimizers", optimizers, torch.optim.Optimizer)
-    registered.update.optimizer_steps.optimizers = _with_own_tensors(given)
+    registered.optimizers[:] = _with_own_tensors(given)
+    registered.update.optimizer_steps.expect(given)
     options, precision = registered.options, registered.precision
     trained = [each for each in criteria if is_trained(each, registered.optimizers, modules)]
     registered.num_criteria = len(trained)

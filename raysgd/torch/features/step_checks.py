@@ -58,7 +58,7 @@ class StepChecks(UpdateFeature):
         self._watched.clear()
         registered, why = self._registered, ""
         steps, losses = update.optimizer_steps, update.loss_weights
-        self._keeps_gradients = not steps.counts and any(map(_has_gradients, steps.optimizers))
+        self._keeps_gradients = not steps.counts and any(map(_has_gradients, registered.optimizers))
         if self._collective or registered.options.elastic.shares != "even":
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"

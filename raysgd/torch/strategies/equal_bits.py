@@ -141,7 +141,7 @@ class EqualBitsExchange(GroupExchange):
         owned = self._registered.partition.owned_parts
         if update.index > 0:
             self._end_part()
-            for optimizer in update.optimizer_steps.optimizers:  # of losses of other optimizers
+            for optimizer in self._registered.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
         for model in self._registered.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)

@@ -534,7 +534,7 @@ class SimMember(WorkerHandle):
     def _take_step(self, failure):
         """Do a step up to its failure. Return whether the step counts."""
         update = Update()
-        update.optimizer_steps.optimizers = [self]
+        update.optimizer_steps.expect([self])
         update.begin_micro_batch(MicroBatch())
         if failure is None or failure > 1:
             update.optimizer_steps.begin(self)

@@ -52,9 +52,8 @@ class Steps:
 
     def __init__(self, *optimizers, models=()):
         self.step, self.optimizers = Update(), optimizers
-        self.step.optimizer_steps.optimizers = optimizers
         self.rollback = Rollback(optimizers, models)
-        self.step.optimizer_steps.usual_counts.update({id(each): 2 for each in optimizers})
+        self.step.optimizer_steps.usual_counts.update(dict.fromkeys(map(id, optimizers), 2))
 
     def begin(self):
         self.step.begin_micro_batch(MicroBatch())
@@ -87,7 +86,7 @@ def test_parameters_frozen_as_the_step_begins_are_restored():
 def test_copies_for_a_first_bad_step_are_released():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, step = torch.optim.SGD([parameter], lr=0.5), Update()
-    step.optimizer_steps.optimizers = [optimizer]
+    step.optimizer_steps.expect([optimizer])
     rollback = Rollback([optimizer], [], has_bad_steps=True)
     rollback.begin_update(step)
     assert len(rollback._backups[0]._copies.values) == 1
