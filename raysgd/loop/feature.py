@@ -31,9 +31,9 @@ class UpdateFeature:
     methods of states. Besides its own hooks and attributes, a feature may use, in PyTorch by
     `RegisteredObjects`:
 
-    - The update. It may exchange `held_metrics`, set `bad_step` before an update that must not be
-      applied, begin and end steps in `optimizer_steps`, and set `is_damaged` if it cannot
-      restore what has changed. An exchange that counts items also sets `loss_weights.divisor` to 0.
+    - The methods of the update. It may exchange held metrics, call `mark_bad` before an update that
+      must not be applied, begin and end steps in `optimizer_steps`, and call `record_damage` if it
+      cannot restore what has changed. An exchange that counts items calls `set_num_items`.
     - The buffers. It may write their copies back if an update is not applied, and take
       new copies after it has changed buffers.
     - The optimizers. It may register hooks of their steps, for what the updates themselves do.

@@ -300,7 +300,7 @@ class Loop:
         source.repartition(settings.options.num_workers, 0, config_batch_size)
         try:
             with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
-                train_state.update.is_warm_up = True
+                train_state.update.begin_warm_up()
                 segment = train_state.segment = Segment(
                     train_state, source, self.control, limit=1, steps_left=1, read_limit=1
                 )

@@ -210,7 +210,7 @@ class OperatorBase:
         weight = weight_of(self.train_batch, metrics, default)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
-        update.held_metrics.append(MicroBatchMetrics(metrics, weight, micro_batch.ends_step))
+        update.hold_metrics([MicroBatchMetrics(metrics, weight, micro_batch.ends_step)])
         self._train_state.timing.num_samples += float(weight)
         if not update.is_open:  # the loop has its own batches
             self._train_state.add_metrics(update.release_metrics())

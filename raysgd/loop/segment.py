@@ -79,7 +79,12 @@ class Segment:
         self._control.raise_if_interrupted()
         if not self._micro_batches:
             self._draw_batch()
-        return self._next_micro_batch()
+        rows, micro_batch = self._micro_batches.popleft()
+        num_batches = len(self._update.plan.micro_batches)
+        batch_is_last = self._is_exhausted or len(self._drawn) == num_batches
+        self._train_state.begin_micro_batch(micro_batch, batch_is_last and not self._micro_batches)
+        self._train_state.timing.begin(self._train_state.timing.batch_phase)
+        return rows
 
     def _commit_if_done(self, raised: bool = False) -> None:
         """Commit the update in progress if it counts, although the loop may have `raised`."""
@@ -111,7 +116,6 @@ class Segment:
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
         self._micro_batches.extend(split_batch(batch, micro_batch, self.may_split))
-        self._update.split = max(self._update.split, len(self._micro_batches))
 
     def _decide_end(self) -> bool:
         if self._is_exhausted or self.num_steps == self.total_steps:
@@ -163,21 +167,11 @@ class Segment:
             num_steps = self._train_state.accumulation_steps
             if self.total_steps is not None:
                 num_steps = min(num_steps, self.total_steps - self.num_steps)
-            self._update.reset()  # after batches of user code outside of the loop
-            self._update.plan = self.source.plan(self._train_state.offset, num_steps)
+            self._update.reset(self.source.plan(self._train_state.offset, num_steps))
         planned = self._update.plan.micro_batches
         if index + 1 < len(planned) and not self.source.is_partitioned:
             self._read_ahead()  # the loader may end before its claimed length
         return planned[index]
-
-    def _next_micro_batch(self) -> Any:
-        rows, micro_batch = self._micro_batches.popleft()
-        num_batches = len(self._update.plan.micro_batches)
-        batch_is_last = self._is_exhausted or len(self._drawn) == num_batches
-        is_last = batch_is_last and not self._micro_batches
-        self._train_state.begin_micro_batch(micro_batch, is_last)
-        self._train_state.timing.begin(self._train_state.timing.batch_phase)
-        return rows
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""

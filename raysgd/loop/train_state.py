@@ -141,7 +141,7 @@ class TrainState(ABC):
     def commit(self, num_steps: int, offset: int) -> None:
         """Commit the update in progress, after which the position is at `offset` of the epoch."""
         update, position = self.update, self.position
-        update.is_committing = True
+        update.begin_commit()
         for feature in self.features_with["before_commit"]:
             feature.before_commit(update)
         update.commit()
@@ -241,7 +241,7 @@ class TrainState(ABC):
     def begin_generation(self, context: WorkerContext) -> None:
         self.is_new = self.is_new or self.context.is_alone
         self.settings.context = context
-        self.update.loss_weights.expected_total = None  # new workers must use the same number
+        self.update.loss_weights.begin_generation()
         self.data.repartition()
         for feature in self.features:
             feature.begin_generation()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
@@ -60,7 +60,7 @@ class Update:
     state       fields                          what follows
     ==========  ==============================  =================================================
     CLOSED      ``index == -1``                 OPEN, by `begin_micro_batch`
-    OPEN        ``index >= 0``                  OPEN, COMMITTING by `TrainState.commit`, or `reset`
+    OPEN        ``index >= 0``                  OPEN, COMMITTING by `begin_commit`, or `reset`
     COMMITTING  ``index >= 0, is_committing``   COMMITTED by `commit`, or `reset` after a roll-back
     COMMITTED   ``index == -1, is_committing``  CLOSED, by `reset`
     ==========  ==============================  =================================================
@@ -75,11 +75,11 @@ class Update:
                            pass, or else before the step
     ``optimizer_step()``   ``requested`` has the optimizer. Before the last micro-batch, it ends
                            here, and takes the gradients
-    - averages             ``in_optimizer_step`` begins. ``divisor`` is 0 if no worker has items
-    - features             ``before_optimizer_step`` may set `bad_step`
+    - averages             ``divisor`` is 0 if no worker has items
+    - features             ``before_optimizer_step`` may call `mark_bad`
     - the step, if both    ``running_optimizer`` is it, as in ``optimizer.step()`` of user code
       allow it
-    - the end              ``counts`` has the step, even if skipped. ``in_optimizer_step`` ends
+    - the end              ``counts`` has the step, even if skipped
     ``step_schedulers()``  schedulers that step per batch do
     the next request       `should_commit`, and features may refuse in ``before_commit``
     =====================  ======================================================================
@@ -95,10 +95,10 @@ class Update:
         self.optimizer_steps = OptimizerSteps(self)
         self.reset()
 
-    def reset(self) -> None:
-        """Forget the update, so that the next one can begin."""
+    def reset(self, plan: UpdatePlan = _NO_PLAN) -> None:
+        """Forget the update, so that the next one can begin, with this plan."""
         self.is_committing = False  # features may refuse the update, or have refused it
-        self.plan = _NO_PLAN
+        self.plan = plan
         self.split = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
@@ -112,6 +112,7 @@ class Update:
         self.index += 1
         self.is_committing = False
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
+        self.split = max(self.split, micro_batch.num_in_batch)
         self.optimizer_steps.requested = set()
         self.loss_weights.num_earlier += self.loss_weights.has_loss
         self.loss_weights.has_loss, self.loss_weights.awaits_count = False, True
@@ -151,6 +152,10 @@ class Update:
         is_done = self.index >= 0 and not self.is_committing and self.in_last_micro_batch
         return is_done and (not raised or self.optimizer_steps.are_complete)
 
+    def hold_metrics(self, metrics: Iterable[MicroBatchMetrics]) -> None:
+        """Hold metrics until the update counts."""
+        self.held_metrics += metrics
+
     def release_metrics(self) -> list[MicroBatchMetrics]:
         """Return the held metrics, which count now. Numbers of a bad step count for no samples."""
         held, self.held_metrics = self.held_metrics, []
@@ -159,6 +164,22 @@ class Update:
             kept = {k: v for k, v in metrics.items() if is_numeric(v) and not getattr(v, "ndim", 0)}
             held[index] = MicroBatchMetrics(kept, 0, ends_step)
         return held
+
+    def mark_bad(self, bad_step: dict[str, Any]) -> None:
+        """Let the update count without being applied, for a reason in this record."""
+        self.bad_step = bad_step
+
+    def record_damage(self, is_damaged: bool = True) -> None:
+        """Record whether the state has changes that no feature can restore."""
+        self.is_damaged = is_damaged
+
+    def begin_warm_up(self) -> None:
+        """Let the updates end before an optimizer steps."""
+        self.is_warm_up = True
+
+    def begin_commit(self) -> None:
+        """Let features refuse the update, before `commit`."""
+        self.is_committing = True
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
@@ -183,12 +204,15 @@ class OptimizerSteps:
 
     def reset(self) -> None:
         self.running_optimizer: Any = None  # the optimizer whose step runs
-        self.in_optimizer_step = False  # the optimizer's step runs within ``optimizer_step``
         self.requested: set[int] = set()
         """IDs of the optimizers whose step was requested in this micro-batch."""
         self.counts: defaultdict[int, int] = defaultdict(int)
         """Number of steps by the ID of each optimizer that has stepped."""
         self.are_skipped = False  # all of them, for lack of items
+
+    def request(self, optimizer: Any) -> None:
+        """Record a call of ``optimizer_step`` in this micro-batch."""
+        self.requested.add(id(optimizer))
 
     def begin(self, optimizer: Any) -> None:
         """Begin a step of an optimizer, which may change the state from now on."""
@@ -284,6 +308,14 @@ class LossWeights:
         that the next optimizer step is skipped."""
         self.awaits_count = True  # the next loss sets the count of the micro-batch
         self._count, self._items, self._items_so_far = _UNKNOWN, 0.0, 0.0  # up to the newest loss
+
+    def begin_generation(self) -> None:
+        """Forget the expected total, because new workers must use the same number."""
+        self.expected_total = None
+
+    def set_num_items(self, num_items: float) -> None:
+        """Skip the next step of an optimizer if the exchange has counted no items."""
+        self.divisor = (self.divisor or 1.0) if num_items else 0.0
 
     @property
     def uses_backward(self) -> bool:

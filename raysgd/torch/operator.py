@@ -379,7 +379,10 @@ class TrainingOperator(OperatorBase):
 
         In training, a model without trainable parameters keeps its mode from `register`.
         """
-        self._train_state.set_mode(training)
+        for model in self._train_state.registered.models:
+            model.train(training)
+        if training:
+            self._train_state.registered.frozen.restore_modes()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for mixed precision in the forward pass and the loss."""

@@ -63,6 +63,7 @@ class Optimization(UpdateFeature):
     def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
         self._registered, self._update, self._checks = registered, registered.update, checks
         self._accumulated = AccumulatedGradients()
+        self._in_optimizer_step = False
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
 
@@ -136,8 +137,8 @@ class Optimization(UpdateFeature):
             self._registered.exchange.take_gradients(optimizer)
             self._accumulated.set_aside(parameters_of(optimizer))
             return False
-        steps = update.optimizer_steps
-        steps.in_optimizer_step, before = True, steps.counts.get(id(optimizer))
+        counts, self._in_optimizer_step = update.optimizer_steps.counts, True
+        before = counts.get(id(optimizer))
         try:
             self._registered.exchange.average(optimizer)
             if update.loss_weights.divisor:
@@ -146,8 +147,8 @@ class Optimization(UpdateFeature):
                 if update.bad_step is None:
                     self._registered.precision.step(optimizer)
         finally:
-            steps.in_optimizer_step = False
-        if steps.counts.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
+            self._in_optimizer_step = False
+        if counts.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._step_post_hook(optimizer)
         optimizer.zero_grad(set_to_none=True)
         if update.loss_weights.num_earlier:
@@ -162,7 +163,7 @@ class Optimization(UpdateFeature):
         if update.is_warm_up:
             raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not update.optimizer_steps.in_optimizer_step:
+        if not self._in_optimizer_step:
             self._registered.timing.begin(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
             if closure is None:
@@ -187,7 +188,7 @@ class Optimization(UpdateFeature):
         if optimizer in self._registered.optimizers:
             self._checks.has_stepped = True
             self._update.optimizer_steps.end(optimizer)
-            if not self._update.optimizer_steps.in_optimizer_step:
+            if not self._in_optimizer_step:
                 self._registered.timing.begin(OTHER)
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

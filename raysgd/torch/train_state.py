@@ -40,13 +40,6 @@ class TorchTrainState(TrainState):
         self.collectives = self.registered.collectives
         self.micro_batching = self.registered.micro_batching
 
-    def set_mode(self, training: bool) -> None:
-        """Set train or eval mode. In training, frozen models keep their mode from `register`."""
-        for model in self.registered.models:
-            model.train(training)
-        if training:
-            self.registered.frozen.restore_modes()
-
     def modules(self) -> Iterator[torch.nn.Module]:
         """Iterate over all modules of the models."""
         return itertools.chain.from_iterable(model.modules() for model in self.registered.models)

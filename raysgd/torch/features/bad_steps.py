@@ -39,15 +39,17 @@ class BadStepFilter(UpdateFeature):
                 f"{len(registered.optimizers)}. An update of the first one could not be undone."
             )
         self._registered, self._options = registered, options
+        self._num_workers = 1  # that average their gradients
         self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
+        self._loss: float | None = None  # of an update that is applied
         self.bad_steps: list[dict[str, Any]] = []
 
     def begin_call(self, logs_steps: bool) -> None:
         self._num_workers = self._registered.exchange.num_workers  # to find it takes many calls
 
     def begin_update(self, update: Update) -> None:
-        self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
-        self._loss: float | None = None  # of an update that is applied
+        self._loss_term, self._loss = 0.0, None
 
     def filter_loss(self, update: Update, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
         """Return a loss of the same value whose gradients are NaN if it is not finite."""
@@ -64,12 +66,12 @@ class BadStepFilter(UpdateFeature):
         if update.index < 0:
             return
         registered, spike = self._registered, self._options.spike
-        precision = registered.precision
-        norm = float(registered.exchange.norm(precision.parameters(optimizer))[1])
+        precision, exchange = registered.precision, registered.exchange
+        norm = float(exchange.norm(precision.parameters(optimizer))[1])
         is_finite = math.isfinite(norm)
         if is_finite and spike is None and registered.replication.replicates:
             return
-        loss = registered.exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
+        loss = exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
         usual = statistics.median(self._losses or [math.inf])
         is_spike = spike is not None and -loss < spike * usual < loss and usual != 0
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
@@ -92,15 +94,16 @@ class BadStepFilter(UpdateFeature):
     def _record_bad_step(self, update: Update, reason: str, value: Any) -> None:
         registered, position = self._registered, self._registered.position
         source, num_samples = registered.data.training_source, update.plan.total_samples or 0
-        update.bad_step = {
+        bad_step = {
             "step": position.global_step + update.plan.num_steps,
             "epoch": position.epoch + 1,
             "reason": reason,
             "value": value,
             "samples": source.sample_ids(position.epoch, position.offset, num_samples),
         }
+        update.mark_bad(bad_step)
         steps = [each for each in self.bad_steps if each["step"] > position.call_began_at]
-        steps.append(update.bad_step)
+        steps.append(bad_step)
         if len(steps) > self._options.max_skipped:
             named = "; ".join(f"step {each['step']}, {each['reason']}" for each in steps)
             raise BadStepsError(

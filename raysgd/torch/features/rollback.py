@@ -94,9 +94,9 @@ class Rollback(UpdateFeature):
                 backup.restore()
                 changed.difference_update(map(id, backup.parameters))
         elif update.optimizer_steps.running_optimizer is not None:
-            update.is_damaged = True  # an optimizer may change its state before parameters
+            update.record_damage()  # an optimizer may change its state before parameters
         if changed:
-            update.is_damaged = True
+            update.record_damage()
 
 
 class _OptimizerBackup:

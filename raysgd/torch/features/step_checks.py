@@ -47,9 +47,6 @@ class StepChecks(UpdateFeature):
         self._watch_gradients(self._precision.scales_loss)
 
     def before_commit(self, update: Update) -> None:
-        self.check_has_stepped(update)
-
-    def check_has_stepped(self, update: Update) -> None:
         """Reject an update of several micro-batches without a step of an optimizer."""
         if update.loss_weights.num_earlier and not update.optimizer_steps.counts:
             self._reject("train_batch makes no update in the last batch of a group")
@@ -151,10 +148,10 @@ class StepChecks(UpdateFeature):
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        losses, requested = self._update.loss_weights, self._update.optimizer_steps.requested
-        if id(optimizer) in requested:
+        losses, steps = self._update.loss_weights, self._update.optimizer_steps
+        if id(optimizer) in steps.requested:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
-        requested.add(id(optimizer))
+        steps.request(optimizer)
         if _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "

@@ -161,7 +161,7 @@ class EqualBitsExchange(GroupExchange):
         self._end_part()
         if not self._stepped_before:
             self._reduce_flags(0, [])
-        update.held_metrics = self._metrics.all_gather(update.held_metrics)
+        update.hold_metrics(self._metrics.all_gather(update.release_metrics()))
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
@@ -222,7 +222,7 @@ class EqualBitsExchange(GroupExchange):
         if update.loss_weights.counted_items is not None:
             *total, count = total
             num_items = count.item()
-            update.loss_weights.divisor = (update.loss_weights.divisor or 1.0) if num_items else 0.0
+            update.loss_weights.set_num_items(num_items)
             if num_items:
                 multiply_all(total, (update.plan.total_samples or 1) / num_items)
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):

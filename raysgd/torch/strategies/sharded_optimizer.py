@@ -174,7 +174,7 @@ class OptimizerShards(UpdateFeature):
         self._restore_params()
         for piece in self._pieces:
             piece.version = self._version + 1
-        if self._registered.update.optimizer_steps.in_optimizer_step:
+        if id(self.optimizer) in self._registered.update.optimizer_steps.requested:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self._apply_updates()
@@ -216,8 +216,7 @@ class OptimizerShards(UpdateFeature):
                 piece.version = _PARTIAL
             self._restore_params()
         if update.optimizer_steps.running_optimizer is self.optimizer:
-            # Parameters change together, after the step.
-            update.optimizer_steps.running_optimizer = None
+            update.optimizer_steps.end(self.optimizer)  # parameters change together, after it
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
         if update.is_open and update.optimizer_steps.need_copies:
             self._version = self._committed_version  # `Rollback` restores the parameters
