@@ -103,13 +103,13 @@ class CallRecord:
                 metrics = pack(metrics)
         elif is_leaving:
             return
-        timing = train_state.timing.totals
-        self.state.last_log_step = train_state.global_step
+        timing, position = train_state.timing.totals, train_state.position
+        self.state.last_log_step = position.global_step
         self._points.append(
             LogPoint(
                 call_number=self.state.call_number,
-                global_step=train_state.global_step,
-                epoch=train_state.epoch + (train_state.offset > 0),
+                global_step=position.global_step,
+                epoch=position.epoch + (position.offset > 0),
                 metrics=metrics,
                 timing=timing,
                 seconds=sum(timing.seconds) - sum(self._totals_at_point.seconds),

@@ -75,7 +75,7 @@ class Evaluation:
             self._compare_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
-            self._call_record.own_segments.append((train_state.global_step, metrics))
+            self._call_record.own_segments.append((train_state.position.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
             taken = limit
             if taken is None or left_in_epoch is None:

@@ -62,6 +62,7 @@ class Loop:
         self.state_access = state_access
         self.control = control
         self.train_state = operator._train_state
+        self._position = self.train_state.position
         self.source = BatchSource(())  # of the newest call of ``train``
         self._rank_with_fewest: int | None = None
         self._next_log_step: int | None = None  # step that ends a segment, so that it is logged
@@ -79,7 +80,7 @@ class Loop:
         self._begin_call(request)
         self._add_due_point(request)
         while (limit := self._next_limit(request)) != 0:
-            step, pause = train_state.global_step, request.callback_pause_step
+            step, pause = self._position.global_step, request.callback_pause_step
             if pause is not None and step >= pause:
                 return None
             if step >= self.control.driver_pause_step:
@@ -88,7 +89,7 @@ class Loop:
                 self.call_record.clear()
             self._train_segment(limit, request)
             self._add_due_point(request)
-        offset = train_state.offset
+        offset = self._position.offset
         if self.source.is_partitioned and offset and self.source.steps_left(offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(None, request)
@@ -115,7 +116,7 @@ class Loop:
         trained_on = train_state.data.trains_on
         source = train_state.data.select_training(request.dataset)
         if train_state.data.trains_on != trained_on:
-            train_state.position.offset = 0  # of another epoch
+            self._position.offset = 0  # of another epoch
         if source.change_partition(shares=request.shares) or source is not self.source:
             self.restart_iteration()
         self.source = source
@@ -123,7 +124,7 @@ class Loop:
 
     def _add_due_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""
-        start, step = request.start_step, self.train_state.global_step
+        start, step = request.start_step, self._position.global_step
         self._next_log_step = None
         if (every := request.log_every) is not None:
             newest = max(self.call_record.state.last_log_step, start)
@@ -136,9 +137,9 @@ class Loop:
 
         Steps that were done before the call have their own segment.
         """
-        step, until = self.train_state.global_step, request.until_step
+        step, until = self._position.global_step, request.until_step
         call, epochs = self.call_record.state, request.until_epoch
-        if epochs is not None and self.train_state.epoch >= epochs + call.extra_epochs:
+        if epochs is not None and self._position.epoch >= epochs + call.extra_epochs:
             return 0
         if call.ended_early or (until is not None and step >= until):
             return 0
@@ -147,11 +148,11 @@ class Loop:
         return None if until is None else until - step
 
     def _train_segment(self, limit: int | None, request: TrainRequest) -> None:
-        train_state, operator = self.train_state, self.operator
+        train_state, operator, position = self.train_state, self.operator, self._position
         segment = self._begin_segment(limit, request)
         try:
             with train_state.timers.record("train_epoch"):
-                result = bind_epoch(operator, segment, request.info or {}, train_state.epoch)()
+                result = bind_epoch(operator, segment, request.info or {}, position.epoch)()
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
             self._end_failed_segment(segment)
@@ -169,8 +170,8 @@ class Loop:
         if segment.num_steps or not segment.was_read:
             self.call_record.add(segment.start_step, with_weight(metrics, segment.num_steps or 1))
         if not segment.was_read:  # the loop has its own batches, and may have counted them
-            train_state.position.global_step = max(segment.start_step, int(operator.global_step))
-        if train_state.global_step == segment.start_step and not segment.has_paused:
+            position.global_step = max(segment.start_step, int(operator.global_step))
+        if position.global_step == segment.start_step and not segment.has_paused:
             self._handle_empty_segment(segment, request.until_epoch or 0)
         train_state.end_segment()
         self.call_record.state.has_paused = segment.has_paused
@@ -180,12 +181,12 @@ class Loop:
             train_state.end_epoch()
 
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
-        train_state, call = self.train_state, self.call_record.state
-        if train_state.global_step >= request.start_step:
+        train_state, call, position = self.train_state, self.call_record.state, self._position
+        if position.global_step >= request.start_step:
             call.began_at = request.start_step
-        elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
-            call.began_at = train_state.global_step
-        train_state.position.call_began_at = call.began_at
+        elif position.offset == 0:  # earlier calls are replayed; usually, each was an epoch
+            call.began_at = position.global_step
+        position.call_began_at = call.began_at
         train_state.keeps_modes = call.has_paused
         train_state.user_set_step = train_state.meters = None
         call.has_paused = False
@@ -217,8 +218,9 @@ class Loop:
         """Return `steps_left` and `agree_on_batch` of a segment that all workers read alike."""
         train_state, source = self.train_state, self.source
         self._rank_with_fewest = None
-        source.current_epoch = train_state.epoch
-        steps_left = source.steps_left(train_state.offset)
+        epoch, offset = self._position.epoch, self._position.offset
+        source.current_epoch = epoch
+        steps_left = source.steps_left(offset)
         agree_on_batch: Callable[[int], int] | None = None
         if not source.is_partitioned and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
@@ -229,7 +231,7 @@ class Loop:
         elif source.step_digest() is not None and train_state.context.world_size > 1:
             agree_on_batch = partial(check_same_samples, source, train_state.collectives)
         if source.unread is None:
-            source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
+            source.agree_on_order(epoch, offset, train_state.collectives)
         return steps_left, agree_on_batch
 
     def _fewest_batches(self, number: int) -> int:
@@ -265,11 +267,11 @@ class Loop:
         if segment.epoch_is_over:
             if segment.start_offset == 0:
                 raise empty_loader_error("train", segment.source, self._rank_with_fewest)
-            train_state = self.train_state
-            is_last = train_state.epoch + 1 >= until_epoch + self.call_record.state.extra_epochs
-            if train_state.global_step == self.call_record.state.began_at and is_last:
+            position, call = self._position, self.call_record.state
+            is_last = position.epoch + 1 >= until_epoch + call.extra_epochs
+            if position.global_step == call.began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
-                self.call_record.state.extra_epochs += 1
+                call.extra_epochs += 1
         else:
             loop = f"{type(self.operator).__name__}.train_epoch"
             drew_none = f"{loop} drew no batch from its iterator"
@@ -304,7 +306,7 @@ class Loop:
                 segment = train_state.segment = Segment(
                     train_state, source, self.control, limit=1, steps_left=1, read_limit=1
                 )
-                bind_epoch(self.operator, segment, {}, train_state.epoch)()
+                bind_epoch(self.operator, segment, {}, self._position.epoch)()
         finally:
             source.close_workers()
             source.unread = None

@@ -68,13 +68,13 @@ class OperatorBase:
         ``batch_info["global_step"]`` numbers each batch. Set the number only in a loop that draws
         no batch from its iterator.
         """
-        step = self._train_state.global_step
+        step = self._train_state.position.global_step
         at_step, value = self._train_state.user_set_step or (step, step)
         return value if at_step == step else step
 
     @global_step.setter
     def global_step(self, value: int) -> None:
-        self._train_state.user_set_step = self._train_state.global_step, value
+        self._train_state.user_set_step = self._train_state.position.global_step, value
 
     if TYPE_CHECKING:
         train_epoch: Callable[..., Any]
@@ -150,7 +150,7 @@ class OperatorBase:
         evaluating = train_state.evaluating if is_training else contextlib.nullcontext
         with train_state.timing.paused(), evaluating(), self._eval_mode():
             for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, train_state.epoch, val_iterator)
+                batch_info = self._batch_info(info, batch_idx, iterator=val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(metrics, weight_of(self.validate_batch, metrics))
         if is_training:
@@ -177,7 +177,7 @@ class OperatorBase:
         train_state = self._train_state
         with self._eval_mode():
             for batch_idx, batch in enumerate(iterator):
-                info = self._batch_info(None, batch_idx, train_state.epoch, iterator)
+                info = self._batch_info(None, batch_idx, iterator=iterator)
                 output = self.predict_batch(batch, info)
                 check_rows(output, info[NUM_SAMPLES], train_state.num_rows(batch))
                 yield train_state.to_cpu(output)
@@ -188,15 +188,16 @@ class OperatorBase:
         return segment is None or not segment.was_read or segment.loop_ends_epoch
 
     def _batch_info(
-        self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int, iterator: Any = None
+        self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int = 0, iterator: Any = None
     ) -> dict[str, Any]:
+        train_state = self._train_state
         return {
             **(info or {}),
             "batch_idx": batch_idx,
             NUM_SAMPLES: getattr(iterator, "num_collated", None),
-            "global_step": self._train_state.global_step
-            + self._train_state.update.micro_batch.step_index,
-            "epoch_idx": epoch_idx or self._train_state.epoch,  # an override may leave it out
+            "global_step": train_state.position.global_step
+            + train_state.update.micro_batch.step_index,
+            "epoch_idx": epoch_idx or train_state.position.epoch,  # an override may leave it out
             "info": info and {k: v for k, v in info.items() if k not in _INFO_KEYS},
         }
 

@@ -120,7 +120,7 @@ class OperatorRunner(Runner, ABC):
         """Return what the leader of a new generation sends first."""
         loop, train_state = self._hosted_loop, self._train_state
         return {
-            "global_step": train_state.global_step,
+            "global_step": train_state.position.global_step,
             "operator": self.operator.state_dict(),
             "data": train_state.saved_position(),
             "call": dict(loop.call_record.export()),
@@ -194,6 +194,7 @@ class OperatorRunner(Runner, ABC):
         if self._loop is None:
             return progress.Progress()
         train_state, segment = self._train_state, self._train_state.segment
+        own = train_state.position
         running, features = segment or self._loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
@@ -201,10 +202,10 @@ class OperatorRunner(Runner, ABC):
         call, timing = self._loop.call_record, train_state.timing.totals
         num_copies = train_state.context.world_size if is_merged else 1
         position = progress.ReportedPosition(
-            epoch=train_state.epoch,
-            in_epoch=train_state.offset > 0,
-            global_step=train_state.global_step,
-            validation_offset=train_state.position.validation_offset,
+            epoch=own.epoch,
+            in_epoch=own.offset > 0,
+            global_step=own.global_step,
+            validation_offset=own.validation_offset,
             num_batches=0 if running is None else running.num_finished_steps,
             epoch_samples=source.epoch_samples,
         )
@@ -241,7 +242,7 @@ class OperatorRunner(Runner, ABC):
 
     def pause_at(self, step: int | None) -> int:
         self.control.driver_pause_step = math.inf if step is None else step
-        return 0 if self._loop is None else self._train_state.global_step
+        return 0 if self._loop is None else self._train_state.position.global_step
 
     def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
         return None if self._loop is None else self._loop.snapshots.begin_sending(num_changes)
@@ -357,13 +358,13 @@ class OperatorRunner(Runner, ABC):
         If the state is sharded, only rank 0 adds more than its shards.
         """
         loop, train_state, data = self._hosted_loop, self._train_state, self._train_state.data
-        state: dict[str, Any] = {"global_step": train_state.global_step}
+        state: dict[str, Any] = {"global_step": train_state.position.global_step}
         if own := train_state.replication.own_state():
             state |= own
             if train_state.context.world_rank != 0:
                 return state
         state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
-        state["epoch"] = train_state.epoch + (train_state.offset > 0)
+        state["epoch"] = train_state.position.epoch + (train_state.position.offset > 0)
         if not is_snapshot:
             state["data"]["loaders"] = data.loader_summaries
             return with_models_last(state | loop.state_access.read())

@@ -59,7 +59,8 @@ class Segment:
         train_state = self._train_state
         limits = [n for n in (self.limit, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
-        self.start_step, self.start_offset = train_state.global_step, train_state.offset
+        self._position = position = train_state.position
+        self.start_step, self.start_offset = position.global_step, position.offset
         self.num_steps = 0
         self._started = time.perf_counter()
         self._update = train_state.update
@@ -144,9 +145,9 @@ class Segment:
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
         """The iteration over the source. It opens when `allow_split` can no longer be called."""
-        train_state, source = self._train_state, self.source
+        position, source = self._position, self.source
         if source.change_partition(may_split=self.may_split) or source.unread is None:
-            source.unread = source.batches(train_state.epoch, train_state.offset, self.read_limit)
+            source.unread = source.batches(position.epoch, position.offset, self.read_limit)
         return source.unread
 
     def _check_length(self) -> None:
@@ -167,7 +168,7 @@ class Segment:
             num_steps = self._train_state.accumulation_steps
             if self.total_steps is not None:
                 num_steps = min(num_steps, self.total_steps - self.num_steps)
-            self._update.reset(self.source.plan(self._train_state.offset, num_steps))
+            self._update.reset(self.source.plan(self._position.offset, num_steps))
         planned = self._update.plan.micro_batches
         if index + 1 < len(planned) and not self.source.is_partitioned:
             self._read_ahead()  # the loader may end before its claimed length
@@ -189,10 +190,9 @@ class Segment:
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
             rest = self._control.next_batch(self._batches, _NOTHING)
-            train_state = self._train_state
-            if rest is not _NOTHING and self.source.steps_left(train_state.offset) == 0:
+            if rest is not _NOTHING and self.source.steps_left(self._position.offset) == 0:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
-                train_state.settings.warn_once("length", text, self.source.describe())
+                self._train_state.settings.warn_once("length", text, self.source.describe())
 
     def end_after_error(self) -> None:
         """Undo the update in progress, unless it counts. The source gives its batches again."""

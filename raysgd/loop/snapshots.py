@@ -108,8 +108,8 @@ class SnapshotTaker:
     def _decide_due(self) -> bool:
         epoch, step = self._newest or (-1, 0)
         if isinstance(self._every, int):
-            return self._train_state.global_step - step >= self._every
-        is_new_epoch = epoch != self._train_state.epoch
+            return self._train_state.position.global_step - step >= self._every
+        is_new_epoch = epoch != self._train_state.position.epoch
         if self._every == "epoch":
             return is_new_epoch
         if self._trained_s < max(self._wait_s, 0.0 if is_new_epoch else _INTERVAL_S):
@@ -134,13 +134,13 @@ class SnapshotTaker:
                 "snapshot",
                 "Memory is too small for a snapshot at step %d: %r. If all workers are lost, "
                 "training restarts from an older state.",
-                train_state.global_step,
+                train_state.position.global_step,
                 error,
             )
             return
         self._checked_at = self.clock()
         self._copy, self._copy_s = copy, self._checked_at - began
-        self._newest = train_state.epoch, train_state.global_step
+        self._newest = train_state.position.epoch, train_state.position.global_step
 
     def clear(self, outdated: bool = False) -> None:
         """Discard the copy, because the state was replaced or resharded.

@@ -78,9 +78,6 @@ class TrainState(ABC):
         """Modules with their train or eval modes before the first evaluation since training."""
 
     context: WorkerContext = forward_to("settings.context", "Rank and resources of this worker.")
-    epoch: int = forward_to("position.epoch")
-    offset: int = forward_to("position.offset")
-    global_step: int = forward_to("position.global_step")
 
     def set_features(self, features: Sequence[UpdateFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
@@ -94,17 +91,17 @@ class TrainState(ABC):
     # ---- position
 
     def saved_position(self) -> dict[str, Any]:
-        names = ("epoch", "offset", "validation_offset", "seed")
-        position = {name: getattr(self.position, name) for name in names}
+        own, names = self.position, ("epoch", "offset", "validation_offset", "seed")
+        position = {name: getattr(own, name) for name in names}
         if (global_batch := self.data.training_source.global_batch_size) is not None:
             position["global_batch"] = global_batch
-        if own := self.data.own_seeds():
-            position["loader_seeds"] = own
+        if loader_seeds := self.data.own_seeds():
+            position["loader_seeds"] = loader_seeds
         if self.micro_batching.split > 1:
             position["split"] = self.micro_batching.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
-        if source_position := self.data.training_source.position(self.epoch, self.offset):
+        if source_position := self.data.training_source.position(own.epoch, own.offset):
             # In older versions, only streams had a position. Their key stays in checkpoints.
             position["stream"] = source_position
         return position
@@ -126,7 +123,8 @@ class TrainState(ABC):
 
     def end_segment(self) -> None:
         self.segment = None
-        self.position.call_began_at = self.global_step  # if user code calls train_epoch itself
+        position = self.position
+        position.call_began_at = position.global_step  # if user code calls train_epoch itself
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""
@@ -162,15 +160,15 @@ class TrainState(ABC):
                 self.meters.update(*each)
 
     def end_epoch(self) -> None:
-        self.position.epoch, self.position.offset = self.epoch + 1, 0
+        self.position.epoch, self.position.offset = self.position.epoch + 1, 0
         for feature in self.features:
-            feature.end_epoch(self.epoch)
+            feature.end_epoch(self.position.epoch)
 
     def check_undamaged(self) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
         if self.update.is_damaged:
             raise RuntimeError(
-                f"The step after step {self.global_step} failed after it had changed some "
+                f"The step after step {self.position.global_step} failed after it had changed some "
                 "parameters: an optimizer raised within its step, or train_batch changed them "
                 "itself. They cannot be restored. Load a checkpoint to continue: "
                 "trainer.load(path)."

@@ -214,8 +214,9 @@ def _compare_workers(
     if differences.keys() == {"CPU"}:
         return False
     names = [f"{name} ({format_values(values)})" for name, values in differences.items()]
+    step = train_state.position.global_step
     message = (
-        f"After step {train_state.global_step}, the workers differ in: {'; '.join(names[:5])}. "
+        f"After step {step}, the workers differ in: {'; '.join(names[:5])}. "
         "Common causes: code that changes them on one worker only; data of other lengths, or in "
         "other orders, such as deterministic=False, shuffles without a seed, and names from a set; "
         "data that each worker selects itself, without TFTrainer(add_dist_sampler=False). "

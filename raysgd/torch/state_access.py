@@ -99,7 +99,7 @@ class TorchStateAccess(StateAccess):
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
-            own = fingerprint((train_state.global_step, state))
+            own = fingerprint((train_state.position.global_step, state))
             expected = group.broadcast(lambda: own, leader_rank)
             lacks = follows and own != expected
         if group.any_rank(lacks):

@@ -184,7 +184,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        module, begins = self.module, self._train_state.offset == 0
+        module, begins = self.module, self._train_state.position.offset == 0
         with self._attach_trainer(training=True) as stand_in:
             if not self._train_state.keeps_modes:
                 self.train_mode(True)  # before the hooks, which may change modes

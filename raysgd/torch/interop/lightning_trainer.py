@@ -60,10 +60,10 @@ class TrainerStandIn:
 
     @property
     def current_epoch(self) -> int:
-        train_state = self._operator._train_state
+        position = self._operator._train_state.position
         # In Lightning, an epoch ends after its validation.
-        is_over = self.validating and train_state.epoch > 0 and train_state.offset == 0
-        return int(train_state.epoch - is_over)
+        is_over = self.validating and position.epoch > 0 and position.offset == 0
+        return int(position.epoch - is_over)
 
     def log(
         self,

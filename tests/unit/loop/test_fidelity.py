@@ -151,7 +151,7 @@ class Workers:
             return list(pool.map(call, range(len(self.members)), self.members))
 
     def enter(self):
-        reached = [-1 if m.is_new else m.registration.global_step for m in self.members]
+        reached = [-1 if m.is_new else m.registration.position.global_step for m in self.members]
         size, leader_rank = len(self.members), reached.index(max(reached))
         meeting = Meeting(size)
         self.each(lambda rank, member: member.rejoin(meeting, rank, size, leader_rank))
@@ -184,12 +184,12 @@ class Workers:
 
     @property
     def step(self):
-        return self.members[0].registration.global_step
+        return self.members[0].registration.position.global_step
 
     def check(self, expected, num_steps):
         """Check the step and the parameters of every worker."""
         for member in self.members:
-            assert member.registration.global_step == num_steps
+            assert member.registration.position.global_step == num_steps
             torch.testing.assert_close(flat(member.operator.model), expected, rtol=0.0, atol=1e-10)
 
 

@@ -132,7 +132,7 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
     state.features_with["before_commit"].append(SimpleNamespace(before_commit=refuse))
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
-    assert state.global_step == len(asked) == 1
+    assert state.position.global_step == len(asked) == 1
     ends = ["commit closed", "roll_back 0"]
     assert [name for name in called if name in ends] == ends
     assert not state.update.is_open
@@ -159,7 +159,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     with pytest.raises(ValueError, match="bad batch"):
         trainer.train()
     assert (refused != [], called[-1]) == (True, "roll_back 0")
-    assert (state.global_step, state.update.is_open, operator.trained) == (0, False, [])
+    assert (state.position.global_step, state.update.is_open, operator.trained) == (0, False, [])
     state.features_with["before_commit"].pop()
     trainer.train()
     assert operator.trained == list(range(24))

@@ -642,7 +642,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     assert operator.global_step == pause
     assert len(operator.trained) == 8 * pause
     if operator_cls is not Streaming or config:  # the length of an epoch is known
-        assert operator._train_state.epoch == pause // 5
+        assert operator._train_state.position.epoch == pause // 5
     operator.fail = idle
     # while the request holds, a repeated call trains nothing
     with pytest.raises(PausedError):
@@ -652,7 +652,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     result = train(loop, until_epoch=2)
     assert operator.trained == its_operator.trained
     assert operator.global_step == 10
-    assert operator._train_state.epoch == 2
+    assert operator._train_state.position.epoch == 2
     assert {"num_samples", "batch_count"} & set(result)
     for name, value in expected.items():
         assert result[name] == pytest.approx(value, rel=1e-9), name
@@ -681,9 +681,9 @@ def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of
     loop, operator = loop_of(Failing)
     with failure(operator, when="after the last step"):
         train(loop, until_step=5)
-    assert operator._train_state.epoch == 0
+    assert operator._train_state.position.epoch == 0
     train(loop, until_step=5)
-    assert (operator._train_state.epoch, operator._train_state.offset) == (1, 0)
+    assert (operator._train_state.position.epoch, operator._train_state.position.offset) == (1, 0)
     assert operator.trained == EPOCH
 
 
@@ -692,7 +692,7 @@ def test_an_empty_rest_of_an_epoch_counts_if_the_goal_needs_it(loop_of):
     loop, operator = loop_of(Streaming)
     train(loop, until_step=5)
     train(loop, call=1, until_epoch=2, start_step=5)
-    assert (operator.global_step, operator._train_state.epoch) == (10, 2)
+    assert (operator.global_step, operator._train_state.position.epoch) == (10, 2)
 
 
 @pytest.mark.parametrize("goal", [{"until_step": 4}, {"until_epoch": 1}])

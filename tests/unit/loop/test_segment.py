@@ -64,7 +64,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         train_state.registered.optimizers[0].step()
     assert [*train_state.update.optimizer_steps.counts.values()] == [2]
     assert rest_after_error(steps) == ["a", "b"]
-    assert train_state.global_step == 0
+    assert train_state.position.global_step == 0
     for fails_in_another, rest in ((False, ["b"]), (True, ["a", "b"])):
         train_state, steps = make_steps("ab", num_optimizers=2)
         next(steps)
@@ -82,7 +82,7 @@ def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
     with pytest.raises(StepInterruptedError):
         next(steps)
     assert rest_after_error(steps) == [1, 2, 3, 4]
-    assert train_state.global_step == 1
+    assert train_state.position.global_step == 1
 
 
 def test_all_ranks_end_when_one_has_no_batch_left_and_are_not_asked_at_a_pause():
@@ -164,7 +164,8 @@ def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
     whole = min(count, limit or count)
     expected = [list(range(start, min(start + size, whole))) for start in range(0, whole, size)]
     assert groups_of(train_state, steps) == expected
-    assert train_state.global_step == train_state.offset == steps.num_steps == whole
+    position = train_state.position
+    assert position.global_step == position.offset == steps.num_steps == whole
     if length_known:
         assert steps.epoch_is_over == (whole == count)
 
@@ -181,16 +182,16 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
     train_state, steps = make_steps(range(count), steps_left=None, agree=agree, size=size)
     with contextlib.suppress(ConnectionError):
         list(steps)
-    assert rest_after_error(steps) == list(range(train_state.offset, count))
+    assert rest_after_error(steps) == list(range(train_state.position.offset, count))
 
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
     train_state, steps = make_steps(range(7), size=3)
     seen = []
     for _ in steps:
-        seen.append((train_state.global_step, steps.num_steps, steps.num_finished_steps))
+        seen.append((train_state.position.global_step, steps.num_steps, steps.num_finished_steps))
     assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (3, 3, 3), (3, 3, 4), (3, 3, 5), (6, 6, 6)]
-    assert train_state.global_step == 7
+    assert train_state.position.global_step == 7
 
 
 def test_only_within_a_group_is_a_loader_of_unknown_length_read_one_batch_ahead():
@@ -206,7 +207,7 @@ def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pa
     after = data.draw(st.integers(1, count))
     train_state, steps = make_steps(range(count), size=size)
     groups_of(train_state, steps, after, pause)
-    assert train_state.global_step == min(count, -(-max(pause, after) // size) * size)
+    assert train_state.position.global_step == min(count, -(-max(pause, after) // size) * size)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -219,7 +220,8 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
     assert batch == "abcde"[at]
     reached = at // size * size
     assert rest_after_error(steps) == list("abcde"[reached:])
-    assert train_state.global_step == train_state.offset == steps.num_steps == reached
+    position = train_state.position
+    assert position.global_step == position.offset == steps.num_steps == reached
     assert train_state.update.index == -1
 
 
@@ -245,7 +247,7 @@ def test_a_loop_that_catches_an_error_of_its_loader_is_an_error(at):
             list(steps)
     with pytest.raises(RuntimeError, match="train_epoch caught an error of its loader"):
         steps.finish()
-    assert train_state.global_step == at // 2 * 2
+    assert train_state.position.global_step == at // 2 * 2
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -255,7 +257,7 @@ def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises
         next(steps)
         optimize(train_state, train_state.registered.models[0].weight.sum(), 1)
     assert rest_after_error(steps) == list("abcde"[size:])
-    assert (train_state.global_step, train_state.offset) == (size, size)
+    assert (train_state.position.global_step, train_state.position.offset) == (size, size)
     assert train_state.registered.models[0].weight.grad is None
 
 
@@ -269,6 +271,6 @@ def test_a_loop_that_stops_within_a_group_is_an_error_and_leaves_no_gradient():
     with pytest.raises(RuntimeError, match="within an accumulation group"):
         steps.finish()
     assert [int(batch[0]) for batch in rest_after_error(steps)] == [3, 4]
-    assert (train_state.global_step, train_state.offset) == (3, 3)
+    assert (train_state.position.global_step, train_state.position.offset) == (3, 3)
     assert train_state.registered.models[0].weight.grad is None
     assert train_state.registered.models[0].num_batches_tracked == 3

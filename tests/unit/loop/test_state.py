@@ -248,8 +248,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         holdings=Holdings(is_complete=False),
         replication=Replication(),
         timing=StepTiming(),
-        epoch=0,
-        global_step=7,
+        position=SimpleNamespace(epoch=0, global_step=7),
         collectives=SimpleNamespace(all_reduce_min=lambda value: [min(value, answers.pop())]),
         copy_leaf=lambda leaf, on_host: leaf,
     )

@@ -289,7 +289,7 @@ class Player:
         watch(ShardLayout, "exchange", "update", "gathered")
 
     def at(self, moment):
-        step = self.runner._train_state.segment and self.runner._train_state.global_step
+        step = self.runner._train_state.segment and self.runner._train_state.position.global_step
         if (self.process, step, moment) in self.leaves:
             # processes that leave at the same moment wait for each other
             together = [each for each, *when in self.leaves if when == [step, moment]]
