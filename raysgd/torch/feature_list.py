@@ -75,6 +75,6 @@ def features_of(
     yield own.averaging  # averages of the weights
     if options.elastic.shares == "measured":
         yield SampleRate(registered)  # for shares that follow speed
-    if options.guard is not None and registered.context.distributed:
+    if options.guard is not None and registered.settings.context.distributed:
         yield ReplicaGuard(registered, own.averaging, options.guard)  # comparisons of the replicas
     yield own.unregistered_tensors  # warnings about tensors that are not registered

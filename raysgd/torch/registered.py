@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.context import WorkerContext
-from raysgd._internal.forwarding import forward_to
-from raysgd.data.partition import EpochPartition
 from raysgd.loop.feature import Replication
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
@@ -30,7 +27,7 @@ class RegisteredObjects:
     """
 
     def __init__(self, settings: TorchSettings, data: TorchSources, state: TrainState) -> None:
-        self._settings = settings
+        self.settings = settings  # with the context of this generation
         # From before ``setup`` to the end of the worker, these are the same objects.
         self.options, self.device = settings.options, settings.device
         self.warn_once = settings.warn_once
@@ -54,11 +51,6 @@ class RegisteredObjects:
         self.frozen = FrozenParameters()
         self.buffer_copies = BufferCopies([], self.collectives)
         self.criteria: list[Any] = []
-
-    context: WorkerContext = forward_to("_settings.context", "Rank and size of this generation.")
-    partition: EpochPartition = forward_to(
-        "data.training_source.partition", "Which samples each worker trains in this generation."
-    )
 
     @property
     def given_models(self) -> list[torch.nn.Module]:

@@ -65,7 +65,7 @@ def register(
         registered.schedulers = as_registered("schedulers", schedulers, None)
         check_step_freq(registered.schedulers, registered.scheduler_step_freq)
     check_related(modules, registered.optimizers, registered.schedulers)
-    strategy = STRATEGIES[mode_of(options, sharding, registered.context.distributed)]
+    strategy = STRATEGIES[mode_of(options, sharding, registered.settings.context.distributed)]
     _move_models(registered, modules, strategy.keeps_parameters)
     registered.replication = strategy.new_replication(registered, sharding_args)
     registered.exchange = strategy.new_exchange(registered)

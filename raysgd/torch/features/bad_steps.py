@@ -75,7 +75,7 @@ class BadStepFilter(UpdateFeature):
         usual = statistics.median(self._losses or [math.inf])
         is_spike = spike is not None and -loss < spike * usual < loss and usual != 0
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
-        if not registered.replication.replicates and registered.context.distributed:
+        if not registered.replication.replicates and registered.settings.context.distributed:
             # Each worker has a loss and gradients of its own.
             lows = registered.collectives.all_reduce_min(*(-sign for sign in signs))
             signs = [low < 0 for low in lows]

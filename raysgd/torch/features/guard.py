@@ -109,8 +109,8 @@ class ReplicaGuard(UpdateFeature):
         self._is_due = False
 
     def _set_active(self) -> None:
-        registered = self._registered
-        self._is_active = registered.context.world_size > 1 and registered.replication.replicates
+        num_workers = self._registered.settings.context.world_size
+        self._is_active = num_workers > 1 and self._registered.replication.replicates
 
     def before_export(self) -> None:
         self._set_active()  # a new group may not have trained yet
@@ -208,7 +208,7 @@ class ReplicaGuard(UpdateFeature):
         for kind, name, value in self._contents.contents(*flags):
             is_tensor = isinstance(value, torch.Tensor)
             own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
-        context, kind = registered.context, arithmetic_of(registered.device)
+        context, kind = registered.settings.context, arithmetic_of(registered.device)
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
             f"After step {step}, the workers differ. A failure interrupted the report of the "

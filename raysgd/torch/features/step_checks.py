@@ -35,7 +35,7 @@ class StepChecks(UpdateFeature):
         self._keeps_gradients = False  # train_batch itself accumulates them
         self._collective = ""  # that train_batch calls
         self.has_stepped = False  # an optimizer, or one that it wraps
-        if registered.context.distributed:
+        if registered.settings.context.distributed:
             collectives.watch_user_code(self._refuse_collective)
 
     # ---- hooks of a step
@@ -61,7 +61,7 @@ class StepChecks(UpdateFeature):
                 why = "does not call self.backward(loss)"
             elif self._collective and losses.counted_items is None:
                 why = f"calls {self._collective}, and self.backward(loss) without num_samples"
-        num_even = registered.context.world_size * update.plan.num_samples if why else 0
+        num_even = registered.settings.context.world_size * update.plan.num_samples if why else 0
         if steps.counts and why and update.plan.total_samples not in (None, num_even):
             registered.warn_once(
                 "weight",

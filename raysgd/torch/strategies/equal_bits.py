@@ -96,7 +96,7 @@ class EqualBitsExchange(GroupExchange):
     def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
         self._metrics = PartMetrics(self._registered)
-        if not self._registered.context.distributed:
+        if not self._registered.settings.context.distributed:
             return
         own = arithmetic_of(self._registered.device)
         first = self._registered.collectives.broadcast(lambda: own, 0)
@@ -138,7 +138,7 @@ class EqualBitsExchange(GroupExchange):
         self._scales = [t.clone() for t in self._precision.scale_tensors()]
 
     def begin_micro_batch(self, update: Update) -> None:
-        owned = self._registered.partition.owned_parts
+        owned = self._registered.data.training_source.partition.owned_parts
         if update.index > 0:
             self._end_part()
             for optimizer in self._registered.optimizers:  # of losses of other optimizers
@@ -217,7 +217,7 @@ class EqualBitsExchange(GroupExchange):
         own = self._gradients.pop(id(optimizer))
         kind = 2 * numbers[id(optimizer)] + (update.loss_weights.counted_items is not None)
         flags = self._reduce_flags(kind, [*own.flags, *self._buffers.changes()])
-        partition = self._registered.partition
+        partition = self._registered.data.training_source.partition
         total = sum_over_workers(own.tree, self._num_parts, partition.shares)
         if update.loss_weights.counted_items is not None:
             *total, count = total
@@ -387,7 +387,7 @@ class PartMetrics:
 
     def all_gather(self, updates: Sequence[MicroBatchMetrics]) -> list[MicroBatchMetrics]:
         """Return the metrics of all workers' parts."""
-        partition = self._registered.partition
+        partition = self._registered.data.training_source.partition
         parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
         messages = self._gather(pickle.dumps(map_leaves(own, on_cpu)))

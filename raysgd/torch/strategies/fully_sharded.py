@@ -58,7 +58,7 @@ class FullyShardedModel(OptimizerShards, Replication):
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
         self.models = ShardedModules(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
-        whole = () if registered.context.is_alone else self.models.parameters
+        whole = () if registered.settings.context.is_alone else self.models.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
         """Complete parameters for `shard_state`, by index."""
         self._received: dict[int, ShardUpdate] = {}
@@ -156,8 +156,8 @@ class FullyShardedModel(OptimizerShards, Replication):
     def shard_state(self) -> None:
         super().shard_state()
         self._values = {}
-        is_alone = self._registered.context.is_alone  # a replacement places its rows when it joins
-        if dist.is_initialized() and not is_alone:
+        context = self._registered.settings.context  # a replacement places its rows when it joins
+        if dist.is_initialized() and not context.is_alone:
             self._shard_models()
 
     def receive(self, leader_rank: int) -> Callable[[], None]:

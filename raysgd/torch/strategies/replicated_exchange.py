@@ -49,7 +49,7 @@ class GroupExchange(GradientExchange):
         )
     )
     num_workers: int = forward_to(
-        lambda self: self._registered.context.world_size if self._averages else 1
+        lambda self: self._registered.settings.context.world_size if self._averages else 1
     )
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class GroupExchange(GradientExchange):
     @property
     def _averages(self) -> bool:
         registered = self._registered
-        return registered.context.distributed and registered.replication.replicates
+        return registered.settings.context.distributed and registered.replication.replicates
 
 
 class UserWrappedExchange(GroupExchange):

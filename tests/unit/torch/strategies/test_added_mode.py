@@ -31,9 +31,9 @@ class LocalModels(Replication, UpdateFeature):
             self.before_export()
 
     def before_export(self):
-        registered = self._registered
-        for parameter in (p for model in registered.models for p in model.parameters()):
-            torch.distributed.all_reduce(parameter.detach().div_(registered.context.world_size))
+        num_workers = self._registered.settings.context.world_size
+        for parameter in (p for model in self._registered.models for p in model.parameters()):
+            torch.distributed.all_reduce(parameter.detach().div_(num_workers))
 
 
 def make(seed):
