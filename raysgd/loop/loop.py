@@ -4,7 +4,7 @@
 
 =======================  ==========================================================================
 ``train_epoch`` returns  The next segment begins, until the call reaches its goal.
-pause                    The iterator ends early. `Loop.train` raises PausedError, or returns None.
+pause                    The iterator ends early. For the driver, `Loop.train` raises PausedError.
 StepInterruptedError     The driver interrupts the call, for example because a worker was lost.
 IndivisibleError         A batch must not be split. The loop repeats the step with whole batches.
 RetrySplitError          The driver repeats the call with more micro-batches per batch.
@@ -33,7 +33,7 @@ from raysgd.loop.evaluation import Evaluation, check_same_samples, empty_loader_
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
-from raysgd.loop.requests import TrainRequest
+from raysgd.loop.requests import PAUSED, TrainRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import SnapshotTaker
 from raysgd.loop.train_state import StateAccess
@@ -72,7 +72,7 @@ class Loop:
         self.snapshots = SnapshotTaker(self.train_state, read_snapshot)
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
-        """Train up to the goal of a request, and return metrics. None at `callback_pause_step`.
+        """Train up to the goal of a request, and return its answer.
 
         Raise PausedError if the driver asked for a pause.
         """
@@ -82,7 +82,7 @@ class Loop:
         while (limit := self._next_limit(request)) != 0:
             step, pause = self._position.global_step, request.callback_pause_step
             if pause is not None and step >= pause:
-                return None
+                return PAUSED
             if step >= self.control.driver_pause_step:
                 raise PausedError
             if step <= request.start_step:
@@ -218,8 +218,7 @@ class Loop:
         """Return `steps_left` and `agree_on_batch` of a segment that all workers read alike."""
         train_state, source = self.train_state, self.source
         self._rank_with_fewest = None
-        epoch, offset = self._position.epoch, self._position.offset
-        source.current_epoch = epoch
+        source.current_epoch, offset = self._position.epoch, self._position.offset
         steps_left = source.steps_left(offset)
         agree_on_batch: Callable[[int], int] | None = None
         if not source.is_partitioned and train_state.context.world_size > 1:
@@ -231,7 +230,7 @@ class Loop:
         elif source.step_digest() is not None and train_state.context.world_size > 1:
             agree_on_batch = partial(check_same_samples, source, train_state.collectives)
         if source.unread is None:
-            source.agree_on_order(epoch, offset, train_state.collectives)
+            source.agree_on_order(source.current_epoch, offset, train_state.collectives)
         return steps_left, agree_on_batch
 
     def _fewest_batches(self, number: int) -> int:

@@ -19,12 +19,16 @@ class _EpochRequest(Request):
     profile: bool = False
 
 
+PAUSED = None
+"""Answer to a `TrainRequest` whose training has paused at `callback_pause_step`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(_EpochRequest):
     """Train up to an absolute goal, so that a repeated request trains only the missing steps.
 
-    The answer is the metrics, or None if training paused at `callback_pause_step`. A repeated
-    request then continues, and its metrics cover the whole call.
+    The answer is the metrics, or PAUSED. A repeated request then continues, and its
+    metrics cover the whole call.
     """
 
     until_epoch: int | None = None  # completed epochs to reach; training ends at the first goal
