@@ -89,6 +89,8 @@ class EqualBitsExchange(GroupExchange):
 
     def _clear(self) -> None:
         self._gradients: dict[int, PartGradients] = {}  # by ID of the optimizer
+        self._scales: list[torch.Tensor] = []  # of the precision, before the update
+        self._num_operations = 0  # of the default group, before the part
         self._buffers.clear()
         self._stepped: list[int] = []  # IDs of optimizers, in the current part
         self._stepped_before: list[int] | None = None  # in the earlier parts
@@ -284,6 +286,7 @@ class EqualBitsBuffers:
 
     def __init__(self, registered: RegisteredObjects) -> None:
         self._registered = registered
+        self.part, self._start, self._versions = 0, list[Any](), list[Any]()
         self.clear()
 
     def clear(self) -> None:
