@@ -190,14 +190,13 @@ class OperatorBase:
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int = 0, iterator: Any = None
     ) -> dict[str, Any]:
-        train_state = self._train_state
         return {
             **(info or {}),
             "batch_idx": batch_idx,
             NUM_SAMPLES: getattr(iterator, "num_collated", None),
-            "global_step": train_state.position.global_step
-            + train_state.update.micro_batch.step_index,
-            "epoch_idx": epoch_idx or train_state.position.epoch,  # an override may leave it out
+            "global_step": self._train_state.position.global_step
+            + self._train_state.update.micro_batch.step_index,
+            "epoch_idx": epoch_idx or self._train_state.position.epoch,  # which overrides may omit
             "info": info and {k: v for k, v in info.items() if k not in _INFO_KEYS},
         }
 

@@ -194,11 +194,10 @@ class OperatorRunner(Runner, ABC):
         if self._loop is None:
             return progress.Progress()
         train_state, segment = self._train_state, self._train_state.segment
-        own = train_state.position
         running, features = segment or self._loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
-        source, snapshots = self._loop.source, self._loop.snapshots
+        source, snapshots, own = self._loop.source, self._loop.snapshots, train_state.position
         call, timing = self._loop.call_record, train_state.timing.totals
         num_copies = train_state.context.world_size if is_merged else 1
         position = progress.ReportedPosition(

@@ -59,11 +59,10 @@ class Segment:
         train_state = self._train_state
         limits = [n for n in (self.limit, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
-        self._position = position = train_state.position
-        self.start_step, self.start_offset = position.global_step, position.offset
+        self._update, self._position = train_state.update, train_state.position
+        self.start_step, self.start_offset = self._position.global_step, self._position.offset
         self.num_steps = 0
         self._started = time.perf_counter()
-        self._update = train_state.update
         self.batch: Any = None
         # Batches of the update, to train them again. None: the source can read the batch again.
         self._drawn: list[Any] = []

@@ -123,8 +123,7 @@ class TrainState(ABC):
 
     def end_segment(self) -> None:
         self.segment = None
-        position = self.position
-        position.call_began_at = position.global_step  # if user code calls train_epoch itself
+        self.position.call_began_at = self.position.global_step  # for train_epoch of user code
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""

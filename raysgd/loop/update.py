@@ -210,10 +210,6 @@ class OptimizerSteps:
         """Number of steps by the ID of each optimizer that has stepped."""
         self.are_skipped = False  # all of them, for lack of items
 
-    def request(self, optimizer: Any) -> None:
-        """Record a call of ``optimizer_step`` in this micro-batch."""
-        self.requested.add(id(optimizer))
-
     def begin(self, optimizer: Any) -> None:
         """Begin a step of an optimizer, which may change the state from now on."""
         self.running_optimizer = optimizer
@@ -229,9 +225,8 @@ class OptimizerSteps:
     @property
     def need_copies(self) -> bool:
         """Whether a failure can come between optimizer steps, or between a step and the commit."""
-        if self._update.has_fixed_parts:
-            return True  # a worker can be lost between its step and the commit
-        return sum(self.usual_counts.values()) > 1
+        # With fixed parts, a worker can be lost between its step and the commit.
+        return self._update.has_fixed_parts or sum(self.usual_counts.values()) > 1
 
     @property
     def are_complete(self) -> bool:
@@ -256,9 +251,6 @@ class LossCount(NamedTuple):
         """Return the count to use if workers do not know the sizes of all batches."""
         is_known = self.is_sum or self.num_items is not None
         return self if is_known else self._replace(num_items=self.num_samples)
-
-
-_UNKNOWN = LossCount()
 
 
 AllReduce = Callable[[float], float]  # returns the sum of a number over the workers
@@ -307,7 +299,7 @@ class LossWeights:
         """Total or planned total of the newest losses. 0: there are no items on any worker, so
         that the next optimizer step is skipped."""
         self.awaits_count = True  # the next loss sets the count of the micro-batch
-        self._count, self._items, self._items_so_far = _UNKNOWN, 0.0, 0.0  # up to the newest loss
+        self._count, self._items, self._items_so_far = LossCount(), 0.0, 0.0  # up to the newest
 
     def begin_generation(self) -> None:
         """Forget the expected total, because new workers must use the same number."""
@@ -327,12 +319,7 @@ class LossWeights:
         """Items of the micro-batch, if user code has counted those of the newest loss."""
         return None if self._count.num_items is None else self._items
 
-    def add(
-        self,
-        count: LossCount,
-        num_workers: int = 1,
-        all_reduce: AllReduce = lambda number: number,
-    ) -> Factors:
+    def add(self, count: LossCount, num_workers: int = 1, all_reduce: AllReduce = float) -> Factors:
         """Add a loss.
 
         Raises:

@@ -25,11 +25,7 @@ ORDERS = (
     ("exchange", "Optimization", "begin_micro_batch: it may discard gradients that others keep"),
     ("Optimization", "StepChecks", "begin_micro_batch: kept gradients are no error"),
     ("exchange", "BufferCopies", "commit: it may restore buffers"),
-    (
-        "BadStepFilter",
-        "GradientNorms",
-        "before_optimizer_step: it judges gradients before clipping",
-    ),
+    ("BadStepFilter", "GradientNorms", "before_optimizer_step: it judges unclipped gradients"),
     ("BadStepFilter", "Rollback", "before_optimizer_step: it says what to restore"),
     ("BadStepFilter", "BufferCopies", "commit: it restores the buffers of a bad step"),
     ("exchange", "ReplicaGuard", "sync_initial_state, sync_buffers: all have equal buffers first"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from functools import partial
 
@@ -40,13 +39,10 @@ class TorchTrainState(TrainState):
         self.collectives = self.registered.collectives
         self.micro_batching = self.registered.micro_batching
 
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """Iterate over all modules of the models."""
-        return itertools.chain.from_iterable(model.modules() for model in self.registered.models)
-
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.modes_before = self.modes_before or [(m, m.training) for m in self.modules()]
+        modules = (module for model in self.registered.models for module in model.modules())
+        self.modes_before = self.modes_before or [(m, m.training) for m in modules]
         with super().evaluating():
             yield
 
@@ -55,10 +51,10 @@ class TorchTrainState(TrainState):
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserving(registered := self.registered))
             stack.callback(self.roll_back)
-            modules = itertools.chain(registered.models, self.modules())  # models may be wrappers
-            for module in modules if registered.has_all_parameters else ():
-                if not isinstance(module, LazyModuleMixin):  # which the first batch completes
-                    stack.enter_context(preserving(module))
+            for model in registered.models if registered.has_all_parameters else ():
+                for module in (model, *model.modules()):  # the model may be a wrapper
+                    if not isinstance(module, LazyModuleMixin):  # which the first batch completes
+                        stack.enter_context(preserving(module))
             yield
 
     copy_leaf = staticmethod(copy_leaf)

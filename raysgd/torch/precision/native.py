@@ -32,12 +32,9 @@ class NativeAmp(Precision):
         default = torch.bfloat16 if device.type == "cpu" else torch.float16
         self.dtype = default if dtype is None else dtype
         # bfloat16 has the range of float32, and needs no scaler.
-        self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
-        self.scales_loss = self.scaler is not None
+        self.scales_loss = self.dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(device.type) if self.scales_loss else None
         self._reset()
-
-    def _new_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.device.type)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.amp.autocast(self.device.type, dtype=self.dtype)
@@ -88,7 +85,7 @@ class NativeAmp(Precision):
         """Keep the scale, and discard the results of overflow checks."""
         if self._is_checked and self.scaler is not None:
             state = self.scaler.state_dict()
-            self.scaler = self._new_scaler()
+            self.scaler = torch.amp.GradScaler(self.device.type)
             self.scaler.load_state_dict(state)
             self._reset()
 
