@@ -1,4 +1,4 @@
-"""Modes of training: only their own files and the tables that choose or describe them name them."""
+"""Only the files of a mode, and tables, name it. Only the file of updates assigns their fields."""
 
 import ast
 import re
@@ -57,3 +57,11 @@ def test_no_other_code_asks_for_the_class_of_a_strategy():
             asks = ast.unparse(call.func).split(".")[-1] in ("isinstance", "issubclass", "feature")
             names = {n.id for a in call.args for n in ast.walk(a) if isinstance(n, ast.Name)}
             assert not (asks and names & known), (name, ast.unparse(call))
+
+
+def test_no_other_file_assigns_a_field_of_an_update():
+    fields = re.compile(r"\b_?(update|optimizer_steps|loss_weights)\.\w+$")
+    trees = {name: ast.parse(text) for name, text in files().items() if "loop/update" not in name}
+    nodes = [(name, each) for name, tree in trees.items() for each in ast.walk(tree)]
+    stored = [(f, ast.unparse(n)) for f, n in nodes if type(getattr(n, "ctx", 0)) is ast.Store]
+    assert [each for each in stored if fields.search(each[1])] == []

@@ -41,11 +41,8 @@ def test_counts_for_some_batches_of_an_update_are_an_error():
 def test_counts_of_losses_may_differ_only_in_an_update_of_one_micro_batch():
     update = Update()
     update.begin_micro_batch(MicroBatch())
-    assert (
-        update.loss_weights.add(LossCount(3.0))
-        == update.loss_weights.add(LossCount(4.0))
-        == (1.0, 1.0)
-    )
+    for count in (3.0, 4.0):
+        assert update.loss_weights.add(LossCount(count)) == (1.0, 1.0)
     update.begin_micro_batch(MicroBatch())
     update.loss_weights.add(LossCount(3.0))
     with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):

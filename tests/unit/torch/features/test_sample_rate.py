@@ -25,32 +25,27 @@ def make():
     return model, SampleRate(registered)
 
 
-def step(clock, model, speed, size, seconds):
+def step(clock, model, speed, seconds, end=SampleRate.commit):
     update = Update()
-    update.begin_micro_batch(MicroBatch(num_samples=size))
+    update.begin_micro_batch(MicroBatch(num_samples=8))
     speed.begin_micro_batch(update)
     clock.sleep(seconds)
     model(torch.ones(1, 2)).sum().backward()
     clock.sleep(5.0)  # the time to wait for other workers
-    speed.commit(update)
+    end(speed, update)
 
 
 def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
     model, speed = make()
-    step(clock, model, speed, size=8, seconds=3.0)
+    step(clock, model, speed, seconds=3.0)
     assert speed.samples_per_s == 0.0, "the first step does not count"
     for seconds in (0.5, 2.0, 0.5):
-        step(clock, model, speed, size=8, seconds=seconds)
+        step(clock, model, speed, seconds)
     assert speed.samples_per_s == pytest.approx(16.0)
 
 
 def test_a_warm_up_counts_though_it_is_rolled_back(clock):
     model, speed = make()
     for seconds in (3.0, 0.5):
-        update = Update()
-        update.begin_micro_batch(MicroBatch(num_samples=8))
-        speed.begin_micro_batch(update)
-        clock.sleep(seconds)
-        model(torch.ones(1, 2)).sum().backward()
-        speed.roll_back(update)
+        step(clock, model, speed, seconds, end=SampleRate.roll_back)
     assert speed.samples_per_s == pytest.approx(16.0)
