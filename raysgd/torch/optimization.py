@@ -63,7 +63,7 @@ class Optimization(UpdateFeature):
     def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
         self._registered, self._update, self._checks = registered, registered.update, checks
         self._accumulated = AccumulatedGradients()
-        self._in_optimizer_step = False
+        self._in_optimizer_step = False  # and not in ``optimizer.step()`` of user code
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
 
