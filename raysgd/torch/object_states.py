@@ -260,7 +260,7 @@ def _number_problem(registered: Mapping[str, Any], state: Mapping[str, Any]) -> 
 def _fits(own: Any, saved: Any) -> bool:
     if isinstance(own, Counter):  # the milestones of MultiStepLR
         return isinstance(saved, Mapping) and all(map(_is_number, saved))
-    if isinstance(own, list | tuple) and all(map(_is_number, own)):
+    if isinstance(own, list | tuple) and own and all(map(_is_number, own)):
         return isinstance(saved, list | tuple) and list(map(_is_number, saved)) == [True] * len(own)
     return _is_number(saved) or not _is_number(own)
 

@@ -311,13 +311,14 @@ class Wrapping(torch.optim.Optimizer):
 
     def __init__(self, model):
         self.base = momentum(model)
-        super().__init__(self.base.param_groups, {})
+        super().__init__(self.base.param_groups, {"counts": []})
         self.param_groups, self.count = self.base.param_groups, 0
 
     def step(self, closure=None):
         self.count += 1
         self.base.step(closure)
         self.param_groups[0]["lr"] *= 0.9  # the wrapped optimizer has the same groups
+        self.param_groups[0]["counts"] = [*self.param_groups[0]["counts"], self.count]
 
     def state_dict(self):
         return {"count": self.count, "inner": self.base.state_dict()}
