@@ -209,6 +209,7 @@ class OptimizerSteps:
         self.counts: defaultdict[int, int] = defaultdict(int)
         """Number of steps by the ID of each optimizer that has stepped."""
         self.are_skipped = False  # all of them, for lack of items
+        self.came_late = False  # after the end of the update
 
     def begin(self, optimizer: Any) -> None:
         """Begin a step of an optimizer, which may change the state from now on."""
@@ -219,7 +220,8 @@ class OptimizerSteps:
         weights, self.running_optimizer = self._update.loss_weights, None
         self.are_skipped = not weights.divisor and (self.are_skipped or not self.counts)
         weights.awaits_count = weights.awaits_count or not weights.num_earlier
-        if self._update.index >= 0:
+        self.came_late = self._update.index < 0
+        if not self.came_late:
             self.counts[id(optimizer)] += 1
 
     @property
