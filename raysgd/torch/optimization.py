@@ -193,6 +193,8 @@ class Optimization(UpdateFeature):
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._checks.has_stepped = True
+        if self._update.optimizer_steps.running_optimizer is None:  # in a method such as SAM's
+            self._checks.check_direct_step(optimizer)
         self._registered.exchange.average(optimizer)
 
     # ---- the end of an update

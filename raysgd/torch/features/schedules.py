@@ -40,8 +40,7 @@ class Schedules(UpdateFeature):
             scheduler.step(*[metric] if has_metric else [])
 
     def _record_epochs(self) -> None:
-        schedulers = self._registered.schedulers
-        self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
+        self._last_epochs = [getattr(s, "last_epoch", None) for s in self._registered.schedulers]
 
     def begin_micro_batch(self, update: Update) -> None:
         """Undo and reject a scheduler step that `train_batch` makes in each micro-batch."""

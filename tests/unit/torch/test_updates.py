@@ -151,10 +151,10 @@ class Communicating(Plain):
         pass
 
 
-def communicating(call, **arguments):
+def communicating(call, operator_cls=Communicating, **arguments):
     """Train in a group of one of two workers, whose batches have twice the size."""
     options = TorchOptions(
-        training_operator_cls=Communicating,
+        training_operator_cls=operator_cls,
         config={"call": call},
         num_workers=2,
         use_gpu=False,
@@ -259,13 +259,29 @@ class Inner(Plain):
     def train_batch(self, batch, batch_info):
         torch.nn.functional.mse_loss(self.model(batch[0]), batch[1]).backward()
         self.optimizer.base.step()
+        self.optimizer.zero_grad()
         return {}
 
 
-@pytest.mark.parametrize(("operator", "warns"), [(Idle, True), (OwnStep, False), (Inner, False)])
-def test_step_without_an_optimizer_step_warns(caplog, operator, warns):
+class Ahead(OwnStep):
+    def train_epoch(self, iterator, info=None):
+        for batch in list(iterator):
+            metrics = self.train_batch(batch, {})
+        return metrics
+
+
+@pytest.mark.parametrize(
+    ("operator", "warning"),
+    [(Idle, "has made a step"), (OwnStep, ""), (Inner, ""), (Ahead, "before it draws the next")],
+)
+def test_missing_and_late_steps_of_optimizers_warn(caplog, operator, warning):
     train(operator, {})
-    assert warns == ("No registered optimizer has made a step" in caplog.text)
+    assert bool(warning) == ((warning or "optimizer") in caplog.text)
+
+
+def test_batch_whose_parts_would_step_an_optimizer_in_another_is_not_divided(process_group):
+    operator = communicating("", Inner)
+    check_equal(operator.unwrapped(operator.model), plain(size=8)[0])
 
 
 # ---- optimizers
