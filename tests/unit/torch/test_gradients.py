@@ -218,10 +218,6 @@ def closure(t, x, y, returns=False):
     t.optimizer.step(evaluate)
 
 
-def line_search(t, x, y):
-    closure(t, x, y, returns=True)
-
-
 def sharpness(t, x, y):
     """Step an optimizer that the registered one contains, with gradients of another method."""
     mse(t.model(x, "sum"), y).backward()
@@ -272,14 +268,6 @@ def skips(t, x, y, at=1, ranks=(1,), runs=False):
     if runs:
         t.model(x)
     return None
-
-
-def all_skip(t, x, y):
-    return skips(t, x, y, ranks=(0, 1))
-
-
-def all_skip_first(t, x, y):
-    return skips(t, x, y, at=0, ranks=(0, 1), runs=True)
 
 
 def in_turn(t, x, y, at=None, skipped=None):
@@ -439,7 +427,7 @@ def parameters(t):
         Case("[mse(t.model(x, 'sum'), y) + t.model.energy(x)]"),
         Case(clips_by_hand),
         Case(closure),
-        Case(line_search, optimizer=searching),
+        Case("closure(t, x, y, returns=True)", optimizer=searching),
         Case(sharpness, optimizer=Sharpness),
         Case(without_sync),
         Case(discards),
@@ -452,8 +440,8 @@ def parameters(t):
         Case(one_head, register={"ddp_args": {"bucket_cap_mb": 1e-5}}),
         Case(own_gradients, register={"sharding": "optimizer", "max_grad_norm": 0.1}),
         Case(heads_by_data, register={"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}),
-        Case(all_skip),
-        Case(all_skip_first),
+        Case("skips(t, x, y, ranks=(0, 1))"),
+        Case("skips(t, x, y, at=0, ranks=(0, 1), runs=True)"),
         Case(second_model_rarely, num_models=2),
         Case(one_head),
         Case(one_head, raw=True),

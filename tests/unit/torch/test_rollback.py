@@ -222,10 +222,6 @@ def grown(model):
     model.cache = torch.ones(1 if model.cache is None else len(model.cache) + 1)
 
 
-def through_data(model):
-    model.average.data.add_(1)
-
-
 def of_other_forms(model):
     model.table += 1  # also changes its view, `part`
     model.sparse = model.sparse * 2
@@ -240,10 +236,6 @@ def with_more_entries(model):
     model.graph = (model.graph.to_dense() + 1).to_sparse_csr()
 
 
-def of_another_type(model):
-    model.average = model.average.to(torch.float16)
-
-
 def removed(model):
     model.cache = None
 
@@ -252,8 +244,9 @@ def filled(model):
     model.late = torch.ones(3)
 
 
-CHANGES = [of_other_forms, filled, batch_norm, in_place, replaced, grown, through_data, removed]
-CHANGES += [of_another_layout, with_more_entries, of_another_type]
+CHANGES = [of_other_forms, filled, batch_norm, in_place, replaced, grown, removed]
+CHANGES += [of_another_layout, with_more_entries, lambda model: model.average.data.add_(1)]
+CHANGES += [lambda model: setattr(model, "average", model.average.to(torch.float16))]
 
 
 def values(model):

@@ -19,14 +19,10 @@ from raysgd.torch.tensors import copy_leaf, copy_to_cpu
 from tests.unit.recorder import Recorder
 
 
-def copied_to_cpu(state):
-    return map_leaves(state, lambda leaf: copy_leaf(leaf, on_host=True))
-
-
 def test_copy_does_not_change_with_the_original():
     tensor, lock = torch.ones(2, requires_grad=True), threading.Lock()
     tree = {"a": [tensor, (tensor, "text")], "n": {1}, "lock": lock, "view": tensor[:1]}
-    copied = copied_to_cpu(tree)
+    copied = map_leaves(tree, lambda leaf: copy_leaf(leaf, on_host=True))
     with torch.no_grad():
         tensor.zero_()
     tree["n"].add(2)
