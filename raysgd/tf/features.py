@@ -81,11 +81,11 @@ class ReplicaSync(UpdateFeature):
             return
         models = self._train_state.models
         kept = [v.value for model in models for v in model.non_trainable_variables]
-        floats = [variable for variable in kept if variable.dtype.is_floating]
-        if floats:
-            means = collectives.mean([tf.identity(variable) for variable in floats])
+        if floats := [variable for variable in kept if variable.dtype.is_floating]:
+            # In float32, a mean of three equal numbers can differ from them.
+            means = collectives.mean([tf.cast(variable, tf.float64) for variable in floats])
             for variable, mean in zip(floats, means, strict=True):
-                variable.assign(mean)
+                variable.assign(tf.cast(mean, variable.dtype))
 
 
 class KerasOptimization(UpdateFeature):

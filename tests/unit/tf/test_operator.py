@@ -234,18 +234,17 @@ def test_register_refuses_optimizers_of_horovod(build):
         build(Wrong)
 
 
-def test_integers_of_a_model_are_not_averaged():
-    """Horovod rounds their mean. The state of a dropout layer consists of integers."""
-
-    class Zeros(KerasCollectives):
+def test_mean_of_equal_weights_and_integers_changes_no_bit():
+    class OfThree(KerasCollectives):
         def mean(self, tensors):
-            return [tf.zeros_like(tensor) for tensor in tensors]
+            self.number = len(tensors)
+            return [(tensor + tensor + tensor) / 3 for tensor in tensors]
 
-    layers = [keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
-    model = keras.Sequential(layers)
-    seeds = model.layers[1].seed_generator.state.numpy()
-    state = SimpleNamespace(models=[model], optimizers=[], collectives=Zeros(2, 0))
-    feature = ReplicaSync(state)
-    feature.sync_buffers()
-    assert model.layers[0].moving_variance.numpy().tolist() == [0.0, 0.0]
-    assert (model.layers[1].seed_generator.state.numpy() == seeds).all()
+    frozen, norm = keras.layers.Dense(64, trainable=False), keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((2,)), frozen, norm, keras.layers.Dropout(0.5)])
+    before = [variable.numpy() for variable in model.non_trainable_variables]
+    state = SimpleNamespace(models=[model], optimizers=[], collectives=OfThree(3, 0))
+    ReplicaSync(state).sync_buffers()
+    for variable, value in zip(model.non_trainable_variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert state.collectives.number == 4  # without the integers of the dropout layer
