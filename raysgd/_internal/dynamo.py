@@ -82,14 +82,17 @@ def _load() -> ModuleType:
     import torch
 
     with _swapping:  # do not hold this lock during the import, which has its own locks
-        if _is_postponed():
+        if is_first := _is_postponed():
             del sys.modules[_NAME]
             vars(torch).pop("_dynamo", None)
             for function in list(_not_disabled):  # PyTorch caches the result of `disable`
                 with contextlib.suppress(AttributeError):
                     del function.__dynamo_disable
             _not_disabled.clear()
-    return importlib.import_module(_NAME)
+    module = importlib.import_module(_NAME)
+    if is_first:  # DistributedDataParallel calls the process group within compiled models
+        importlib.import_module(f"{_NAME}.trace_rules").add("raysgd.comm")
+    return module
 
 
 def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -68,11 +68,6 @@ class TorchMicroBatching(MicroBatching):
         return self._settings.options.split_on_oom and ran_out_of_memory(error)
 
     def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
-        if "Dynamo" in type(error).__name__ and "raysgd.comm" in str(error):
-            error.add_note(
-                "torch.compile cannot compile the communication of a registered model. Compile the "
-                "model before you register it: register(models=torch.compile(model), ...)."
-            )
         if "Expected more than 1 value per channel" in str(error):
             error.add_note(
                 "Normalization layers cannot train on one value per channel. The last step of an "

@@ -8,10 +8,11 @@ import pytest
 from tests.conftest import run_python
 
 CODE = """
-import importlib, importlib.util, inspect, json, os, pickle, sys, threading
+import datetime, importlib, importlib.util, inspect, json, os, pickle, sys, threading
 import torch, torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal.dynamo import postpone_dynamo
+from raysgd.comm.gloo import GlooGroup
 
 NAME = "torch._dynamo"
 
@@ -39,8 +40,7 @@ stand_in = sys.modules[NAME]
 
 def train():  # in a child: autograd's threads do not survive a fork
     global model, optimizer
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    GlooGroup.init(torch.distributed.HashStore(), 0, 1, datetime.timedelta(seconds=30))
     model = DistributedDataParallel(torch.nn.Linear(3, 2))
     optimizer = torch.optim.Adam(model.parameters())
     steps()

@@ -469,9 +469,3 @@ def test_objects_that_cannot_work_are_refused_with_the_way(process_group, kind):
     with pytest.raises((ValueError, TypeError)) as caught:
         register_all(**given())
     assert_names(caught.value, words)
-
-
-def test_error_of_a_compiled_wrapper_names_the_way():
-    error = torch._dynamo.exc.InternalTorchDynamoError("value=<raysgd.comm.gloo.GlooGroup object>")
-    make_registration().micro_batching.split_after(error, None, False)
-    assert "register(models=torch.compile(model)" in error.__notes__[0]
