@@ -66,13 +66,13 @@ class BatchLosses:
         return features, target, weights
 
     def total(self, features: Any, target: Any, output: Any, weights: Any, training: bool) -> Any:
-        """Return the mean loss of a batch, including losses of layers."""
+        """Return the loss of a batch, including losses of layers. It may be one of each sample."""
         model = self._model
         if self.uses_model_loss:
             arguments = (features, target, output, weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
             loss = model.compute_loss(*arguments, **({"training": training} if takes else {}))
-            return tf.reduce_mean(tf.cast(loss, tf.float32))
+            return tf.cast(loss, tf.float32)
         losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
         if target is not None:
             losses.append(self.criterion(target, output, weights))
@@ -93,6 +93,7 @@ class BatchLosses:
         values |= {each.name: to_mergeable(each, ((), {})) for each in own_metrics(self._model)}
         values |= self._metrics.measure(target, output, weights)
         named = {f"{prefix}_{name}": value for name, value in values.items()}
+        loss = tf.reduce_mean(loss)
         return {f"{prefix}_loss": loss, NUM_SAMPLES: count_samples(unpacked), **named}
 
 

@@ -99,7 +99,7 @@ class TrainingOperator(OperatorBase):
         self._check_criterion()
         unpacked = self._train_state.losses.unpack(batch, training=True)
         loss, output, masks = self.minimize(self._forward, *unpacked, True)
-        self._train_state.warn_of_masks(masks)
+        self._train_state.warn_of_batch(loss, masks)
         return self._train_state.losses.measure("train", loss, unpacked, _set_masks(output, masks))
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,9 @@ class KerasTrainState(TrainState):
             for optimizer, models in zip(self.optimizers, groups, strict=True)
         ]
 
-    def warn_of_masks(self, masks: Any) -> None:
+    def warn_of_batch(self, loss: Any, masks: Any) -> None:
+        if loss.shape.rank:
+            self.warn_of_loss("The loss has a value for each sample, and their gradients add up.")
         if any(mask is not None for mask in tf.nest.flatten(masks)):
             self.warn_of_loss("The model masks its output, and Keras losses skip masked steps.")
 
@@ -207,14 +209,12 @@ class KerasRandomGenerators(RandomGenerators):
         return state
 
     def set(self, state: Mapping[str, Any]) -> None:
+        text = "The state has %d random seeds in %s, but the operator has %d. None is loaded."
         for name, own in self._seeds().items():
             if (number := len(state.get(name, ()))) == len(own):
                 for variable, seed in zip(own, state[name], strict=True):
                     variable.assign(np.asarray(seed))
             elif name in state:
-                text = (
-                    "The state has %d random seeds in %s, but the operator has %d. None is loaded."
-                )
                 self._operator._train_state.settings.warn_once(name, text, number, name, len(own))
         if "keras_global" in state:
             global_seed_generator().state.assign(np.asarray(state["keras_global"]))

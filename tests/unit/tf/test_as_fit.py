@@ -56,6 +56,7 @@ ONE = {
     "a function": {"loss": squares},
     "a list": {"loss": ["mse"]},
     "a dict": {"loss": {"a": "mse"}},
+    "values of samples": {"loss": keras.losses.MeanSquaredError(reduction=None)},
     "a weighted loss": {"loss": "mse", "loss_weights": [0.3]},
     "metrics": {
         "loss": "mse",
@@ -285,9 +286,9 @@ def test_masked_steps_are_left_out(build):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", ["sum", "masks", "mean"])
+@pytest.mark.parametrize("kind", ["sum", None, "masks", "mean"])
 def test_several_workers_warn_of_losses_that_are_no_means(build, workers, kind, caplog):
-    reduction = "sum" if kind == "sum" else "sum_over_batch_size"
+    reduction = kind if kind in ("sum", None) else "sum_over_batch_size"
 
     def make():
         layers = [
@@ -305,8 +306,8 @@ def test_several_workers_warn_of_losses_that_are_no_means(build, workers, kind, 
         message for message in caplog.messages if "2 workers weight their losses" in message
     ]
     assert len(warnings) == (workers == 2 and kind != "mean")
-    said = "(reduction='sum') is not a mean" if kind == "sum" else "The model masks its output"
-    assert all(said in warning for warning in warnings)
+    said = {"sum": "(reduction='sum') is not a mean", "masks": "masks its output"}
+    assert all(said.get(kind, "a value for each sample") in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(
