@@ -273,7 +273,8 @@ class KerasMetric(MergeableMetric):
 
     def __init__(self, metric: Any, arguments: Any) -> None:
         self._specs = _map_nest(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), arguments)
-        self._config = (type(metric), metric.get_config())
+        config = metric.get_config().items()  # the lists that Keras tracks do not travel
+        self._config = type(metric), {k: [*v] if isinstance(v, list) else v for k, v in config}
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
     def merge(self, other: KerasMetric) -> KerasMetric:
