@@ -302,9 +302,14 @@ class AverageMeterCollection:
             if is_mean and name in self._mergeable:
                 value, is_mean = _sums_of(value, n), False
             if is_mean:
-                if name not in self._meters:
-                    self._meters[name] = AverageMeter()
-                self._meters[name].update(value, n)
+                meter = self._meters.setdefault(name, AverageMeter())
+                before, size = (math.prod(np.shape(each)) for each in (meter._last, value))
+                if n and meter.count and size != before:
+                    raise ValueError(
+                        f"The metric {name!r} has {size} elements, but had {before} in an earlier "
+                        "batch. Return one number, such as the mean, or always as many elements."
+                    )
+                meter.update(value, n)
             elif isinstance(value, MergeableMetric):
                 if name in self._meters:
                     sums = self._meters.pop(name)._as_sums()
@@ -315,7 +320,7 @@ class AverageMeterCollection:
                 self._add(value, n, f"{name}/")
             elif isinstance(value, list | tuple | set):
                 raise TypeError(
-                    f"The metric {name!r} is {value!r}. A {type(value).__name__} cannot be "
+                    f"The metric {name!r} is {value!r:.200}. A {type(value).__name__} cannot be "
                     "averaged. Return a dict with a name for each number, a tensor or an array "
                     "for a mean of each element, or a raysgd.metrics.MergeableMetric."
                 )

@@ -244,10 +244,10 @@ class Segment:
 
     def describe_position(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""
-        step = f"step {self.start_step + self.num_finished_steps + 1}"
+        done, batch = self.start_step + self.num_finished_steps, describe(self.batch)
         if self.has_loader_failed:
-            return f"when reading the batch of {step}"
-        return f"in {step}, batch {describe(self.batch)}"
+            return f"when reading the batch of step {done + 1}"
+        return f"after step {done}" if self.batch is None else f"in step {done + 1}, batch {batch}"
 
 
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:

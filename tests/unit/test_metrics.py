@@ -187,6 +187,8 @@ def test_each_element_of_a_tensor_has_its_own_mean():
     parts = [(torch.tensor([1, 2]), 1), (torch.tensor([5, 2]), 3)]
     merged = merge_workers([summary_of(parts, "k")])
     assert [merged[key] for key in ("k_0", "k_1", "last_k_0")] == [4.0, 2.0, 5.0]
+    with pytest.raises(ValueError, match=r"'k' has 1 elements, but had 2 in .* the mean, or"):
+        summary_of([*parts, (torch.tensor([3.0]), 1)], "k")  # would count for each element
 
 
 def test_a_metric_does_not_keep_the_graph_alive():
