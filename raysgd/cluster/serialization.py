@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import io
 import operator
 import pickle
@@ -91,11 +92,32 @@ def pack_as(what: str, value: Any) -> Parcel:
     try:
         return pack(value)
     except Exception as error:
-        name_argument = getattr(value, "unpicklable_argument", lambda: what)
+        own = what + find_unpicklable(value)[0]
+        name_argument = getattr(value, "unpicklable_argument", lambda: own)
         raise TypeError(
             f"Cannot send {name_argument()} to the workers, because it cannot be pickled: {error}. "
             "Create such objects in setup(), which runs on the workers."
         ) from None
+
+
+def find_unpicklable(value: Any) -> tuple[str, Any]:
+    """Return the path in a value to an object that cannot be pickled, and this object.
+
+    It leads through items, attributes, base classes, and the variables that functions use.
+    """
+    path = ""
+    for _ in range(10):  # a dict may contain itself
+        if isinstance(value, Mapping):
+            shown, parts = "[{!r}]", value
+        elif isinstance(value, types.FunctionType):
+            shown, parts = " (uses {})", operator.or_(*inspect.getclosurevars(value)[:2])
+        else:
+            bases = {each.__name__: each for each in getattr(value, "__bases__", ())}
+            shown, parts = ".{}", bases | dict(getattr(value, "__dict__", {}))
+        if (key := unpicklable_key(parts)) is None:
+            break
+        path, value = path + shown.format(key), parts[key]
+    return path, value
 
 
 def unpicklable_key(values: Mapping[Any, Any]) -> Any:

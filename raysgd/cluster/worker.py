@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from raysgd._internal.tracebacks import last_frame, shows_full_tracebacks, stack
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.large_values import FileContent, Incoming, fits_ray_message, send
-from raysgd.cluster.serialization import Parcel, pack, unpicklable_key
+from raysgd.cluster.serialization import Parcel, find_unpicklable, pack
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
@@ -370,13 +370,9 @@ def _pack_answer(value: Any) -> Parcel:
     try:
         return pack(value)
     except Exception as error:
-        where = ""
-        for _ in range(10):  # a dict may contain itself
-            if not isinstance(value, Mapping) or (key := unpicklable_key(value)) is None:
-                break
-            where, value = f"{where or ' at '}[{key!r}]", value[key]
-        what = getattr(value, "unpicklable_argument", lambda: f"a {type(value).__name__}")
-        raise TypeError(f"A worker cannot send {what()}{where} to the driver: {error}") from error
+        path, part = find_unpicklable(value)
+        what = f"a {type(part).__name__}{path and f' at {path}'}"
+        raise TypeError(f"A worker cannot send {what} to the driver: {error}") from error
 
 
 def _send_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:

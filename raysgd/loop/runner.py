@@ -18,7 +18,7 @@ from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd.checkpoint.file import SHARDS, manifest_entries, write_state
 from raysgd.cluster.large_values import FileContent, Incoming
-from raysgd.cluster.serialization import unpicklable_key
+from raysgd.cluster.serialization import find_unpicklable
 from raysgd.elastic.call import (
     ExportShardsRequest,
     ImportShardsRequest,
@@ -176,8 +176,9 @@ class OperatorRunner(Runner, ABC):
         self._loop = None
 
     def unpicklable_argument(self) -> str:
-        key = unpicklable_key(self._options.config)
-        return "training_operator_cls" if key is None else f"config[{key!r}]"
+        config, _ = find_unpicklable(self._options.config)
+        operator, _ = find_unpicklable(self._options.training_operator_cls)
+        return f"config{config}" if config else f"training_operator_cls{operator}"
 
     operator: OperatorBase = forward_to("_hosted_loop.operator", "The operator, once it is set up.")
     _train_state: TrainState = forward_to("_hosted_loop.train_state", "Its training state.")

@@ -9,13 +9,13 @@ import inspect
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import is_deferred
 from raysgd._internal.paths import as_path
-from raysgd.cluster.serialization import dumps, unpicklable_key
+from raysgd.cluster.serialization import dumps, find_unpicklable
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ def pickle_function(function: Callable[[], Any]) -> bytes:
     try:
         return dumps(function)
     except Exception as error:
-        name, bound = "the training function", getattr(function, "args", ())
-        if bound and isinstance(bound[0], Mapping) and (key := unpicklable_key(bound[0])):
-            name = f"config[{key!r}]"
+        config = "".join(find_unpicklable(each)[0] for each in getattr(function, "args", ()))
+        used, _ = find_unpicklable(getattr(function, "func", function))
+        name = f"config{config}" if config else f"the training function{used}"
         raise TypeError(
             f"Cannot send {name} to the workers, because it cannot be pickled: {error}. Create "
             "such objects in the training function."
