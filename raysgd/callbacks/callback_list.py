@@ -232,7 +232,8 @@ class CallbackList:
     def _record_failure(self, entry: _AttachedCallback, hook: str, error: Exception) -> None:
         failure = _failure(entry, hook, error)
         self._failure = self._failure or failure
-        logger.error("%s", failure)
+        if hook != "on_train_start" or self._failure is not failure:  # else it is raised next
+            logger.error("%s", failure)
 
     def raise_failure(self) -> None:
         """Raise the first error of a callback."""

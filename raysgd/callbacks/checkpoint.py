@@ -121,11 +121,7 @@ class CheckpointCallback(Callback):
         try:
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"Cannot resume from {shown}: it does not fit this trainer. Use the same "
-                "model and config, or another folder (or logdir) to start from scratch. "
-                f"{error}"
-            ) from None  # its text is above
+            raise CheckpointError(f"{error} Or use another folder (or logdir).") from None
         self.restored_from, self._saved_at = restored.path, trainer.global_step
         self._newest = shown
         # Warn because, for example, the script's learning rate has no effect now.

@@ -271,7 +271,7 @@ def _is_number(value: Any) -> bool:
 
 def _describe_difference(what: str, missing: set[Any], unknown: set[Any]) -> str:
     differences = [
-        f"{verb} {', '.join(sorted(map(str, keys))[:3])}"
+        f"{verb} {', '.join(sorted(map(str, keys))[:3])}{', …' * (len(keys) > 3)}"
         for verb, keys in (("lacks", missing), ("has unknown", unknown))
         if keys
     ]

@@ -25,7 +25,7 @@ from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.policies import may_have_only_copy
 from raysgd.elastic.snapshots import with_shards
-from raysgd.errors import WorkerLostError
+from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
 from raysgd.loop.state_schema import DRIVER_KEYS, check_state, entries_for_workers, without_call
@@ -201,9 +201,14 @@ class StateTransfer:
         check_state(state)
         driver_entries = {key: state.get(key, {}) for key in DRIVER_KEYS}
         worker_entries = entries_for_workers(state)
-        with self.dispatcher.callback_list.load_states(copy.deepcopy(driver_entries["callbacks"])):
-            self.dispatcher.run(LoadRequest(state=worker_entries), changes_state=True)
-        path = driver_entries["parent"].get("path")
+        path, callbacks = driver_entries["parent"].get("path"), self.dispatcher.callback_list
+        try:
+            with callbacks.load_states(copy.deepcopy(driver_entries["callbacks"])):
+                self.dispatcher.run(LoadRequest(state=worker_entries), changes_state=True)
+        except CheckpointError as error:
+            what = f"{path or 'the state'} into {self.options.training_operator_cls.__name__}"
+            error.args = (f"Cannot load {what}. Use the same model and config. {error}",)
+            raise
         self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
         if reread is not None:

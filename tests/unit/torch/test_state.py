@@ -139,7 +139,7 @@ MISFITS = [
         "models",
         torch.nn.Linear(2, 2),
         network(2, 2, 2, 2, 2).state_dict(),
-        "lacks bias, weight, and has unknown 0.bias, 0.weight, 1.bias",
+        "lacks bias, weight, and has unknown 0.bias, 0.weight, 1.bias, ….",
     ),
     ("models", network(2, 2), network(3, 2).state_dict(), "0.weight has shape (2, 3), not (2,"),
     ("optimizers", optimizer(), {}, "it is not the state of an optimizer"),
