@@ -95,6 +95,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             if data is not None:
                 # Copy the data module, because other trainers may use the same object.
                 data = self._stand_in.datamodule = copy.copy(_make(data, config, unused))
+                _check_hooks(data)
                 data.trainer = self._stand_in
                 data.prepare_data()
                 data.setup("fit")
@@ -254,8 +255,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
 
     def _num_samples(self, batch: Any) -> int:
         """Return the batch size that the step has logged, or else the one that Lightning finds."""
-        logged_size = self._stand_in.batch_size
-        if logged_size is not None:
+        if (logged_size := self._stand_in.batch_size) is not None:
             return logged_size
         return int(_import_beside(self.module, "utilities.data").extract_batch_size(batch))
 
@@ -355,11 +355,11 @@ def _overrides(module: Any, name: str) -> bool:
 
 
 def _check_hooks(module: Any) -> None:
-    if refused := [name for name in _REFUSED if _overrides(module, name)]:
-        reasons = "; ".join(f"{name} ({_REFUSED[name]})" for name in refused)
-        raise TypeError(
-            f"from_ptl({type(module).__name__}): raysgd does not call these methods: {reasons}."
-        )
+    name = type(module).__name__
+    if refused := [f"{hook} ({_REFUSED[hook]})" for hook in _REFUSED if _overrides(module, hook)]:
+        raise TypeError(f"from_ptl({name}): raysgd does not call methods: {'; '.join(refused)}.")
+    for hook in [each for each in ("on_exception", "teardown") if _overrides(module, each)]:
+        logger.warning("raysgd does not call %s.%s. Call it in the script.", name, hook)
 
 
 def _make(cls: Any, config: dict[str, Any], unused: set[str]) -> Any:
@@ -374,9 +374,7 @@ def _make(cls: Any, config: dict[str, Any], unused: set[str]) -> Any:
     if "config" in parameters:
         unused.clear()
         return cls(config=config)
-    if takes_any and cls.__init__ is not _base_of(cls).__init__:  # type: ignore[misc]
-        arguments = config
-    else:
-        arguments = {name: value for name, value in config.items() if name in parameters}
+    takes_any &= cls.__init__ is not _base_of(cls).__init__  # type: ignore[misc]
+    arguments = {key: value for key, value in config.items() if takes_any or key in parameters}
     unused.difference_update(arguments)
     return cls(**arguments)

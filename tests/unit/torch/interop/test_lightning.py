@@ -523,11 +523,7 @@ def several(self):
         ({"optimizer_step": print, "on_fit_end": print}, {}, ["on_fit_end (", "optimizer_step ("]),
         ({"training_epoch_end": print}, {}, ["training_epoch_end", "on_train_epoch_end"]),
         ({"configure_optimizers": several}, {}, ["must have one optimizer", "own train_batch"]),
-        (
-            {"train_dataloader": lambda self: [loader()] * 2},
-            {},
-            ["A list of 2 loaders"],
-        ),
+        ({"train_dataloader": lambda self: [loader()] * 2}, {}, ["A list of 2 loaders"]),
         ({}, {"scheduler": {"interval": "step"}}, ["interval='step'", "scheduler_step_freq"]),
         ({}, {"scheduler": {"monitor": "loss"}}, ["monitor='loss'", "update_scheduler"]),
         ({}, {"scheduler": {"frequency": 2}}, ["frequency=2", "scheduler_step_freq='epoch'"]),
@@ -543,10 +539,16 @@ def test_unsupported_features_are_an_error(methods, config, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_hooks_that_never_run_cause_a_warning(caplog):
+    run_operator(TrainingOperator.from_ptl(type("Own", (Line,), {"teardown": print})), {"lr": 0.1})
+    assert "raysgd does not call Own.teardown." in caplog.text
+
+
 @pytest.mark.parametrize(
     ("methods", "said"),
     [
         ({"training_step": lambda self, batch: None}, "Own.training_step returned None"),
+        ({"training_step": lambda self, batch: torch.ones(2)}, "The loss is float32[2]. It must"),
         ({"on_train_batch_start": lambda self, b, i: -1}, "on_train_batch_start returned -1"),
         ({"training_step": lambda self, batch: self.trainer.fit_loop}, "self.trainer.fit_loop"),
         ({"training_step": lambda self, batch: self.log("a", "b")}, "self.log('a', 'b'): must be"),
@@ -558,7 +560,7 @@ def test_unsupported_results_of_a_step_are_an_error(methods, said):
         {"lr": 0.1},
         scheduler_step_freq="epoch",
     )
-    with pytest.raises((TypeError, RuntimeError, AttributeError)) as caught:
+    with pytest.raises((TypeError, ValueError, RuntimeError, AttributeError)) as caught:
         operator.train_epoch(iter(loader()))
     assert said in str(caught.value)
     assert operator.module._trainer is None
