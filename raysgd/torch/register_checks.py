@@ -27,6 +27,7 @@ _MAX_REFERENCES = 100_000
 """Maximum number of objects of an attribute that are searched for loaders."""
 
 _OF_SCHEDULER = ("step", "state_dict", "load_state_dict")
+_SCHEDULER = f"a scheduler with the methods {', '.join(_OF_SCHEDULER)}"
 _SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
 _UNUSABLE = {
     "RecursiveScriptModule": _SCRIPTED,
@@ -49,10 +50,9 @@ def as_registered(name: str, argument: Any, kind: type | None) -> list[Any]:
     for member in members:
         fits = isinstance(member, kind) if kind else all(hasattr(member, m) for m in _OF_SCHEDULER)
         if not fits:
-            methods = f"a scheduler with the methods {', '.join(_OF_SCHEDULER)}"
-            expected = f"a torch {kind.__name__}" if kind else methods
+            expected = f"a torch {kind.__name__}" if kind else _SCHEDULER
             raise TypeError(
-                f"register({name}=...) got {repr(member)[:200]}. Pass {expected}, or a list."
+                f"register({name}=...) got {member!r:.200}. Pass {expected}, or a list."
             )
         modules = member.modules() if isinstance(member, torch.nn.Module) else [member]
         if unusable := _UNUSABLE.keys() & {type(each).__name__ for each in modules}:
@@ -73,8 +73,8 @@ def as_criteria(criterion: Any) -> list[Any]:
     for each in criteria:
         if isinstance(each, type) or not callable(each):
             raise TypeError(
-                f"register(criterion={each!r}): criterion must be a function, or an object such as "
-                "torch.nn.MSELoss()."
+                f"register(criterion={each!r:.200}): criterion must be a function, or an object "
+                "such as torch.nn.MSELoss()."
             )
     return criteria
 
@@ -98,8 +98,8 @@ def check_related(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Any],
-) -> None:
-    """Reject optimizers that train no registered model, and schedulers of other optimizers."""
+) -> str:
+    """Reject optimizers and schedulers of other models. Return a warning about replaced layers."""
     registered = _parameters_of(models)
     for each in optimizers:
         if registered.isdisjoint(map(id, parameters_of(each))):
@@ -115,17 +115,24 @@ def check_related(
                 f"register(schedulers=...): {type(each).__name__} changes an optimizer that is not "
                 "registered. Create it with an optimizer that you register."
             )
+    stepped = {id(p) for each in optimizers for p in parameters_of(each) if p.requires_grad}
+    named = (pair for model in models for pair in model.named_parameters())
+    untrained = [name for name, p in named if p.requires_grad and id(p) not in stepped]
+    if not untrained or not (strangers := stepped - registered):
+        return ""
+    return (
+        f"Optimizers have {len(strangers)} parameters that are in no registered model, and none "
+        f"has {', '.join(untrained[:3])}{', …' * (len(untrained) > 3)}. Create optimizers after "
+        "replacing layers, and call requires_grad_(False) on parameters that are not trained."
+    )
 
 
-def is_trained(
-    criterion: Any, optimizers: list[torch.optim.Optimizer], models: list[torch.nn.Module]
-) -> bool:
-    """Return whether an optimizer trains parameters of the criterion, such as class centers."""
-    if not isinstance(criterion, torch.nn.Module):
-        return False
-    own = {id(p) for p in criterion.parameters() if p.requires_grad}
-    stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
-    return bool(own & stepped - _parameters_of(models))
+def trained_among(criteria: list[Any], optimizers: list[Any], models: list[Any]) -> list[Any]:
+    """Return the criteria with parameters that an optimizer trains, such as class centers."""
+    stepped = {id(p) for each in optimizers for p in parameters_of(each) if p.requires_grad}
+    stepped -= _parameters_of(models)
+    modules = [each for each in criteria if isinstance(each, torch.nn.Module)]
+    return [each for each in modules if stepped & _parameters_of([each])]
 
 
 def _parameters_of(models: Iterable[torch.nn.Module]) -> set[int]:

@@ -22,7 +22,7 @@ from raysgd.torch.register_checks import (
     as_registered,
     check_related,
     check_step_freq,
-    is_trained,
+    trained_among,
 )
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.table import STRATEGIES, as_sharding_args, mode_of
@@ -57,14 +57,15 @@ def register(
     registered.optimizers[:] = _with_own_tensors(given)
     registered.update.optimizer_steps.expect(given)
     options, precision = registered.options, registered.precision
-    trained = [each for each in criteria if is_trained(each, registered.optimizers, modules)]
+    trained = trained_among(criteria, registered.optimizers, modules)
     registered.num_criteria = len(trained)
     modules += trained
     sharding_args = as_sharding_args(registered, sharding, sharding_args, modules, ddp_args)
     if schedulers is not None:
         registered.schedulers = as_registered("schedulers", schedulers, None)
         check_step_freq(registered.schedulers, registered.scheduler_step_freq)
-    check_related(modules, registered.optimizers, registered.schedulers)
+    if warning := check_related(modules, registered.optimizers, registered.schedulers):
+        registered.warn_once("untrained", "%s", warning)
     strategy = STRATEGIES[mode_of(options, sharding, registered.settings.context.distributed)]
     _move_models(registered, modules, strategy.keeps_parameters)
     registered.replication = strategy.new_replication(registered, sharding_args)
@@ -82,12 +83,9 @@ def register(
     features.averaging.use_training_weights()  # as a loaded state
     registered.criteria = criteria = _move_criteria(registered, criteria, trained)
     train_state.is_registered = True
-    results = [in_shape_of(models, registered.given_models), optimizers]
-    if criterion is not None:
-        results.append(in_shape_of(criterion, criteria))
-    if schedulers is not None:
-        results.append(schedulers)
-    return tuple(results)
+    losses = None if criterion is None else in_shape_of(criterion, criteria)
+    results = in_shape_of(models, registered.given_models), optimizers, losses, schedulers
+    return tuple(each for each in results if each is not None)
 
 
 def _as_apex_args(registered: RegisteredObjects, arguments: Any) -> dict[str, Any]:

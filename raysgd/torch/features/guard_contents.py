@@ -179,7 +179,7 @@ def _optimizer_contents(
         for parameter in group["params"]:
             number = next(counter)
             if is_unsharded and parameter not in known:
-                yield "tensors", f"parameter {number} of {path}", parameter
+                yield "tensors", f"parameter {number} of {path} (in no registered model)", parameter
             if is_unsharded and (state := optimizer.state.get(parameter)):
                 yield from _contents_in(f"{path}.state[{number}]", state)
 

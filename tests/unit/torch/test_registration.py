@@ -322,22 +322,23 @@ def adam(module):
         ("scale", lambda _: torch.nn.Parameter(torch.ones(1)), "self.scale (Parameter)"),
         ("parts", lambda _: {"a": torch.nn.Linear(2, 1)}, "self.parts['a'] (Linear)"),
         ("second", lambda op: adam(op.model), "self.second (Adam)"),
-        (
-            "decay",
-            lambda op: torch.optim.lr_scheduler.StepLR(op.optimizer, 1),
-            "self.decay (StepLR)",
-        ),
+        ("decay", lambda op: Lr.StepLR(op.optimizer, 1), "self.decay (StepLR)"),
         ("optimizers", lambda op: [op.optimizer, adam(op.model)], "self.optimizers[1] (Adam)"),
-        (
-            "both",
-            lambda op: torch.nn.Sequential(op.model, torch.nn.Linear(2, 1)),
-            "self.both (Sequential)",
-        ),
+        ("both", lambda op: torch.nn.Sequential(op.model, linear()), "self.both (Sequential)"),
     ],
 )
 def test_warning_names_unregistered_objects(name, make, expected, caplog):
     (message,) = set_up(lambda op: setattr(op, name, make(op)), caplog, "epoch")
     assert f"Custom.setup did not register {expected}." in message
+
+
+def test_layer_that_was_replaced_after_its_optimizer_is_named(caplog):
+    for is_trained in (False, True):  # parameters of no model are legal, such as those of losses
+        assert not caplog.text
+        optimizer = sgd(model := torch.nn.Sequential(linear(), linear()))
+        model[1] = torch.nn.Linear(2, 1).requires_grad_(is_trained)
+        register(make_registration(), model, optimizer)
+    assert "2 parameters that are in no registered model, and none has 1.weight, 1." in caplog.text
 
 
 def test_registered_or_frozen_objects_cause_no_warning(caplog):
