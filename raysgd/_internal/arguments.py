@@ -66,7 +66,7 @@ def plain_int(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def as_int(
@@ -75,7 +75,7 @@ def as_int(
     """Return an argument as an int from `lowest` to `highest`."""
     value = plain_int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{caller}({name}={value!r}): must be an int.")
+        raise TypeError(f"{caller}({name}={value!r:.200}): must be an int.")
     if lowest is not None and value < lowest:
         raise ValueError(f"{caller}({name}={value}): must be at least {lowest}.")
     if highest is not None and value > highest:
@@ -83,12 +83,14 @@ def as_int(
     return value
 
 
-def check_number(caller: str, name: str, value: Any) -> None:
-    """Check that a value is a finite number of at least 0."""
+def check_number(caller: str, name: str, value: Any, above: float = -1) -> None:
+    """Check that an argument is a finite number of at least 0, and `above` a limit."""
     if not is_number(value):
-        raise TypeError(f"{caller}({name}={value!r}): must be a number.")
+        raise TypeError(f"{caller}({name}={value!r:.200}): must be a number.")
     if not 0 <= value < math.inf:
         raise ValueError(f"{caller}({name}={value!r}): must be at least 0, and finite.")
+    if value <= above:
+        raise ValueError(f"{caller}({name}={value!r}): must be above {above}.")
 
 
 def check_timeout(caller: str, seconds: Any) -> None:
@@ -116,19 +118,19 @@ def resolve_mode(caller: str, monitor: str | None, mode: Any) -> Any:
 def check_choice(caller: str, name: str, value: Any, allowed: Collection[Any]) -> None:
     if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{caller}({name}={value!r}): must be one of {choices}.")
+        raise ValueError(f"{caller}({name}={value!r:.200}): must be one of {choices}.")
 
 
 def check_flags(caller: str, **flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{caller}({name}={value!r}): must be True or False.")
+            raise TypeError(f"{caller}({name}={value!r:.200}): must be True or False.")
 
 
 def as_dict(caller: str, name: str, value: Any) -> dict[str, Any]:
     """Return a copy of a dict. None gives an empty dict."""
     if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{caller}({name}={value!r}): must be a dict.")
+        raise TypeError(f"{caller}({name}={value!r:.200}): must be a dict.")
     return dict(value or {})
 
 
@@ -145,7 +147,7 @@ def is_deferred(function: Any) -> bool:
 
 def check_function(caller: str, name: str, function: Any) -> None:
     if not callable(function):
-        raise TypeError(f"{caller}({name}={function!r}): must be a function.")
+        raise TypeError(f"{caller}({name}={function!r:.200}): must be a function.")
     if is_deferred(function):
         raise TypeError(
             f"{caller}({name}={function!r}): must be a plain function, not a generator or an async "

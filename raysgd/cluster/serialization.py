@@ -92,10 +92,9 @@ def pack_as(what: str, value: Any) -> Parcel:
     try:
         return pack(value)
     except Exception as error:
-        own = what + find_unpicklable(value)[0]
-        name_argument = getattr(value, "unpicklable_argument", lambda: own)
+        name = getattr(value, "unpicklable_argument", lambda: what + find_unpicklable(value)[0])
         raise TypeError(
-            f"Cannot send {name_argument()} to the workers, because it cannot be pickled: {error}. "
+            f"Cannot send {name()} to the workers, because it cannot be pickled: {error}. "
             "Create such objects in setup(), which runs on the workers."
         ) from None
 

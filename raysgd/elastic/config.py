@@ -59,7 +59,14 @@ class ElasticConfig:
             check_number(where, name, getattr(self, name))
         check_flags(where, grow=self.grow)
         check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
-        _check_shares(self.shares)
+        if isinstance(self.shares, Mapping) and self.shares:
+            for name, share in self.shares.items():
+                check_number(where, f"shares[{name!r}]", share, above=0)
+        elif self.shares not in ("even", "measured"):
+            raise ValueError(
+                f'{where}(shares={self.shares!r}): must be "even", "measured", or a mapping of '
+                "names of nodes to relative shares."
+            )
         names = ("auto", "epoch")
         if isinstance(self.snapshot_every, str) and self.snapshot_every not in names:
             raise ValueError(
@@ -69,20 +76,6 @@ class ElasticConfig:
         if self.snapshot_every not in (*names, None):
             every = as_int(where, "snapshot_every", self.snapshot_every, 1)
             set_fields(self, snapshot_every=every)
-
-
-def _check_shares(shares: Any) -> None:
-    if isinstance(shares, Mapping) and shares:
-        for name, share in shares.items():
-            field = f"shares[{name!r}]"
-            check_number("ElasticConfig", field, share)
-            if share == 0:
-                raise ValueError(f"ElasticConfig({field}={share!r}): must be above 0.")
-    elif shares not in ("even", "measured"):
-        raise ValueError(
-            f'ElasticConfig(shares={shares!r}): must be "even", "measured", or a mapping of names '
-            "of nodes to relative shares."
-        )
 
 
 def as_elastic_config(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:

@@ -6,17 +6,17 @@ import contextlib
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.arguments import check_number
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import check_rows
 from raysgd._internal.timers import TimerCollection
 from raysgd.loop.segment import Segment
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.update import MicroBatchMetrics
-from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_numeric, learning_rates
+from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, learning_rates, on_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -235,20 +235,15 @@ class OperatorBase:
                     f"one model with one optimizer. Override train_batch in {kind}."
                 )
 
-    def _default(self, name: str) -> Any:
-        """Return the model, optimizer, or criterion that the default methods use."""
+    def _default(self, name: str, method: str) -> Any:
+        """Return the model, optimizer, or criterion that a default `method` uses."""
         value, kind = getattr(self, name, None), type(self).__name__
-        if isinstance(value, list | tuple):
+        if value is None or isinstance(value, list | tuple):
+            found = "has no" if value is None else f"has {len(value)} objects in"
             raise RuntimeError(
-                f"{kind}.{name} holds {len(value)} objects, but the default train_batch and "
-                f"validate_batch use a single {name}. Override both methods in {kind}."
-            )
-        if value is None:
-            raise RuntimeError(
-                f"{kind} has no self.{name}, which the default train_batch and validate_batch "
-                "need. Set it in setup: self.model, self.optimizer, self.criterion = "
-                f"self.register(models=..., optimizers=..., criterion=...). Or override both "
-                f"methods in {kind}."
+                f"{kind} {found} self.{name}, but the default {method} uses a single {name}. Set "
+                "it in setup: self.model, self.optimizer, self.criterion = self.register("
+                f"models=..., optimizers=..., criterion=...). Or override {method} in {kind}."
             )
         return value
 
@@ -293,13 +288,7 @@ def as_metrics(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
     for key in result:
         if not isinstance(key, str):
             raise TypeError(f"{name} named a metric {key!r}. The name must be a string.")
-    num_samples = result.get(NUM_SAMPLES, 1)
-    if not is_numeric(num_samples):
-        raise TypeError(f"{name} returned {NUM_SAMPLES}={num_samples!r}; it must be a number.")
-    if not 0 <= float(num_samples) < math.inf:
-        raise ValueError(
-            f"{name} returned {NUM_SAMPLES}={num_samples!r}; it must be at least 0, and finite."
-        )
+    check_number(f"{name} returned ", NUM_SAMPLES, on_cpu(result.get(NUM_SAMPLES, 1)))
     return result
 
 
@@ -331,7 +320,7 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], public_name
     if not fits:
         raise TypeError(
             f"{trainer}(training_operator_cls=...) must be a subclass of {public_name} (the class, "
-            f"not an instance), but it is {operator_cls!r}."
+            f"not an instance), but it is {operator_cls!r:.200}."
         )
     if operator_cls.setup is base.setup:
         raise NotImplementedError(

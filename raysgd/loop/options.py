@@ -91,18 +91,14 @@ class Options(ABC):
             check_horovod()
 
     def _resources(self) -> dict[str, float]:
-        num_cpus = self.num_cpus_per_worker
-        if not is_number(num_cpus) or not num_cpus > 0:
-            raise ValueError(
-                f"{self.trainer_name}(num_cpus_per_worker={num_cpus!r}): must be above 0. To "
-                "reserve almost no CPU, pass 0.001."
-            )
         resources = as_dict(self.trainer_name, "resources_per_worker", self.resources_per_worker)
-        for name, amount in resources.items():
+        amounts = {f"resources_per_worker[{name!r}]": each for name, each in resources.items()}
+        amounts["num_cpus_per_worker"] = self.num_cpus_per_worker
+        for name, amount in amounts.items():
             if not is_number(amount) or not amount > 0:
                 raise ValueError(
-                    f"{self.trainer_name}(resources_per_worker={{{name!r}: {amount!r}}}): must be "
-                    "above 0."
+                    f"{self.trainer_name}({name}={amount!r}): must be above 0. To reserve almost "
+                    "no CPU, pass 0.001."
                 )
         if "CPU" in resources:
             raise ValueError(

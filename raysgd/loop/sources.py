@@ -51,7 +51,7 @@ class DataSources(ABC):
             )
         is_read = isinstance(loader, Iterable) or inspect.isgeneratorfunction(loader)
         if isinstance(loader, type) or not (is_read or hasattr(loader, "__getitem__")):
-            raise TypeError(f"{argument} must be iterable, but it is {loader!r}.")
+            raise TypeError(f"{argument} must be iterable, but it is {loader!r:.200}.")
         if isinstance(loader, GeneratorType):
             raise TypeError(
                 f"{argument}: a generator can be read only once, so it has no second epoch. "

@@ -70,7 +70,7 @@ def _as_models(models: Any, num_workers: int) -> list[keras.Model]:
     for model in given:
         if not isinstance(model, keras.Model):
             raise TypeError(
-                f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
+                f"register(models=...) takes one or a list of Keras 3 models, not {model!r:.200}."
             )
         for layer in flat_layers(model) if num_workers > 1 else ():
             if getattr(layer, "synchronized", False):

@@ -153,7 +153,8 @@ class TrainingOperator(OperatorBase):
             ``num_samples`` of an own step, all batches have the same weight.
         """
         self._check_single()
-        model, optimizer = self._default("model"), self._default("optimizer")
+        model = self._default("model", "train_batch")
+        optimizer = self._default("optimizer", "train_batch")
         batch = self.to_device(batch)
         self._train_state.timing.begin(FORWARD)
         read = read_batch(batch, model)
@@ -228,9 +229,9 @@ class TrainingOperator(OperatorBase):
         # Whether workers communicate must not depend on the batch.
         if num_items is not TrainingOperator.num_items:
             items = num_items(self, batch)
-            source = f"{type(self).__name__}.num_items returned {{}}"
             items = num_samples if items is None else items
-            return LossCount(as_count(items, source), num_samples)
+            caller = f"{type(self).__name__}.num_items returned "
+            return LossCount(as_count(items, caller, "count"), num_samples)
         criterion = None if target is None else getattr(self, "criterion", None)
         return count_of(criterion, target, num_samples, self._train_state.registered)
 
@@ -243,7 +244,7 @@ class TrainingOperator(OperatorBase):
             output is (batch, classes, ...) and the target holds class indices of shape (batch, ...)
             or (batch, 1, ...).
         """
-        model, batch = self._default("model"), self.to_device(batch)
+        model, batch = self._default("model", "validate_batch"), self.to_device(batch)
         read = read_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
             output = model(*read.arguments, **read.keywords)
@@ -265,7 +266,7 @@ class TrainingOperator(OperatorBase):
         The default returns the output of the model, or its ``logits``. An override returns a
         tensor, array, or list with one row per sample, or a dict or tuple of such objects.
         """
-        model, batch = self._default("model"), self.to_device(batch)
+        model, batch = self._default("model", "predict_batch"), self.to_device(batch)
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         is_feature = isinstance(batch, tuple | list) and len(batch) == 1

@@ -20,14 +20,14 @@ raises the errors.
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
 
+from raysgd._internal.arguments import check_number
+from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.segment import Segment
@@ -96,6 +96,9 @@ class Optimization(UpdateFeature):
         count: LossCount | float | torch.Tensor | None,
         segment: Segment | None = None,
     ) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            expected = "a tensor of one element, such as loss.mean(), not reduction='none'"
+            raise ValueError(f"The loss is {describe(loss)}. It must be {expected}.")
         update, registered = self._update, self._registered
         if not isinstance(count, LossCount):
             count = LossCount(None if count is None else as_count(count))
@@ -324,12 +327,8 @@ def count_of(
     return count._replace(num_items=float(num_items))
 
 
-def as_count(count: Any, origin: str = "backward(num_samples={})") -> float:
-    """Return a number, or a tensor of one element, as a float. `origin` is for errors."""
-    is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
-    value = count.item() if is_scalar else count
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{origin.format(repr(count))}: the count must be a number.")
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{origin.format(repr(value))}: the count must be finite and at least 0.")
+def as_count(count: Any, caller: str = "backward", name: str = "num_samples") -> float:
+    """Return a number, or a tensor of one element, as a float. Errors have the other arguments."""
+    value = count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count
+    check_number(caller, name, value)
     return float(value)

@@ -90,9 +90,7 @@ class BadSteps:
     def __post_init__(self) -> None:
         set_fields(self, max_skipped=as_int("BadSteps", "max_skipped", self.max_skipped, 0))
         if self.spike is not None:
-            check_number("BadSteps", "spike", self.spike)
-            if self.spike <= 1:
-                raise ValueError(f"BadSteps(spike={self.spike!r}): must be above 1, or None.")
+            check_number("BadSteps", "spike", self.spike, above=1)
 
 
 @dataclass(frozen=True, kw_only=True)

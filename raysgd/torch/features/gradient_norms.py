@@ -20,9 +20,7 @@ class GradientNorms(UpdateFeature):
 
     def __init__(self, registered: RegisteredObjects, max_norm: Any) -> None:
         if max_norm is not None:
-            check_number("register", "max_grad_norm", max_norm)
-            if max_norm == 0:
-                raise ValueError("register(max_grad_norm=0): must be above 0.")
+            check_number("register", "max_grad_norm", max_norm, above=0)
             self.why_optimizer_step = f"max_grad_norm={max_norm}"
         self._registered, self._max_norm = registered, max_norm
         self._is_logged = False

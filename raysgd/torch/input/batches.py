@@ -175,7 +175,8 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
                 ".loss, add a target to the batch that forward does not take, or override "
                 "train_batch."
             )
-    criterion = operator._default("criterion")
+    method = "train_batch" if torch.is_grad_enabled() else "validate_batch"
+    criterion = operator._default("criterion", method)
     # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
     modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
     if modules & {"torch.nn.modules.loss", "torch.nn.functional"}:
@@ -183,13 +184,7 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
         if scores is not output and torch.is_grad_enabled():
             _refuse_auxiliary(output, scores)
         output = scores
-    loss = criterion(output, batch.target)
-    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-        raise ValueError(
-            f"The criterion returned a tensor of shape {tuple(loss.shape)}, but a loss must be one "
-            "number, such as the mean. A loss of PyTorch must not have reduction='none'."
-        )
-    return loss
+    return criterion(output, batch.target)
 
 
 def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:

@@ -35,8 +35,6 @@ def test_a_dict_is_copied():
     taken["a"] = 2
     assert mine == {"a": 1}
     assert arguments.as_dict("T", "config", None) == {}
-    with pytest.raises(TypeError, match=r"T\(config=\[1\]\): must be a dict"):
-        arguments.as_dict("T", "config", [1])
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text())))
@@ -48,7 +46,7 @@ def test_resources_are_positive_numbers(resources):
     if fine and "CPU" not in resources:
         assert options(resources_per_worker=resources).resources_per_worker == resources
     else:
-        with pytest.raises(ValueError, match=r"TorchTrainer\(resources_per_worker="):
+        with pytest.raises(ValueError, match=r"TorchTrainer\(resources_per_worker"):
             options(resources_per_worker=resources)
 
 

@@ -52,6 +52,6 @@ def test_counts_of_losses_may_differ_only_in_an_update_of_one_micro_batch():
 @pytest.mark.parametrize("count", ["3", True, [1], 1j, -1, math.inf, math.nan])
 def test_number_of_samples_must_be_a_finite_number(count):
     is_number = isinstance(count, int | float) and count is not True
-    said = "finite and at least 0" if is_number else "a number"
+    said = "at least 0, and finite" if is_number else "a number"
     with pytest.raises(ValueError if is_number else TypeError, match=f"num_samples=.*be {said}"):
         as_count(count)
