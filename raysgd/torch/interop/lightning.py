@@ -95,7 +95,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             if data is not None:
                 # Copy the data module, because other trainers may use the same object.
                 data = self._stand_in.datamodule = copy.copy(_make(data, config, unused))
-                _check_hooks(data)
+                _check_hooks(data, "state_dict")
                 data.trainer = self._stand_in
                 data.prepare_data()
                 data.setup("fit")
@@ -248,10 +248,14 @@ class LightningMethods(_Base):  # type: ignore[misc]
             vars(module).pop("forward", None)
 
     def _move_to_device(self, batch: Any) -> Any:
-        module = self.module
-        batch = module.on_before_batch_transfer(batch, 0)
-        batch = module.transfer_batch_to_device(batch, self.device, 0)
-        return module.on_after_batch_transfer(batch, 0)
+        batch = self._transfer_hook("on_before_batch_transfer")(batch, 0)
+        batch = self._transfer_hook("transfer_batch_to_device")(batch, self.device, 0)
+        return self._transfer_hook("on_after_batch_transfer")(batch, 0)
+
+    def _transfer_hook(self, name: str) -> Any:
+        data = self._stand_in.datamodule  # its hooks replace those of the module
+        owner = data if data is not None and _overrides(data, name) else self.module
+        return getattr(owner, name)
 
     def _num_samples(self, batch: Any) -> int:
         """Return the batch size that the step has logged, or else the one that Lightning finds."""
@@ -354,12 +358,13 @@ def _overrides(module: Any, name: str) -> bool:
     return is_other or name in vars(module)
 
 
-def _check_hooks(module: Any) -> None:
+def _check_hooks(module: Any, *uncalled: str) -> None:
     name = type(module).__name__
     if refused := [f"{hook} ({_REFUSED[hook]})" for hook in _REFUSED if _overrides(module, hook)]:
         raise TypeError(f"from_ptl({name}): raysgd does not call methods: {'; '.join(refused)}.")
-    for hook in [each for each in ("on_exception", "teardown") if _overrides(module, each)]:
-        logger.warning("raysgd does not call %s.%s. Call it in the script.", name, hook)
+    for hook in (*uncalled, "on_exception", "teardown"):
+        if _overrides(module, hook):
+            logger.warning("raysgd does not call %s.%s. Call it in the script.", name, hook)
 
 
 def _make(cls: Any, config: dict[str, Any], unused: set[str]) -> Any:

@@ -495,11 +495,14 @@ def test_data_may_come_from_a_data_module():
         def train_dataloader(self):
             return loader(self.size)
 
+        def on_after_batch_transfer(self, batch, dataloader_idx):  # instead of the module's
+            return [each[:5] for each in batch]
+
     ready = lightning.LightningDataModule()
     ready.train_dataloader = loader  # as from_datasets() does
     for data in (Data, Data(), ready):
         trainer = start(datamodule=data)
-        assert trainer.train()["num_samples"] == 40
+        assert trainer.train()["num_samples"] == (40 if data is ready else 20)
         with pytest.raises(RuntimeError, match="no validation loader"):
             trainer.validate()
 
