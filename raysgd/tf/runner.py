@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
@@ -19,7 +20,7 @@ class TFRunner(OperatorRunner):
     """Runs one operator. `setup` imports TensorFlow after the environment is set."""
 
     _options: TFOptions
-    _policy_before: Any = None  # of the process, before `setup`
+    _restorers: Sequence[Callable[[], None]] = ()  # of what `setup` changes in the process
 
     # ---- lifecycle
 
@@ -48,7 +49,10 @@ class TFRunner(OperatorRunner):
 
             from raysgd.tf.train_state import KerasRandomGenerators, KerasStateAccess
 
-        self._policy_before = keras.mixed_precision.dtype_policy()
+        self._restorers = [
+            partial(keras.config.set_dtype_policy, keras.config.dtype_policy()),
+            partial(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly()),
+        ]
         options = self._options
         if not (context.in_driver or options.forms_group_with_tensorflow):
             _set_threads(context)
@@ -64,10 +68,8 @@ class TFRunner(OperatorRunner):
 
     def teardown(self) -> None:
         super().teardown()
-        if self._policy_before is not None:  # the process may be the user's
-            from keras.mixed_precision import set_global_policy
-
-            set_global_policy(self._policy_before)
+        for restore in self._restorers:  # the process may be the user's
+            restore()
 
     # ---- answers to requests
 
@@ -88,8 +90,7 @@ def build_operator(operator_cls: type[Any], config: Mapping[str, Any], settings:
     from raysgd.tf.registration import build_registered
     from raysgd.tf.train_state import KerasTrainState
 
-    policy = policy_name(settings.options.use_fp16)
-    if policy is not None:
+    if (policy := policy_name(settings.options.use_fp16)) is not None:
         keras.mixed_precision.set_global_policy(policy)
     # With this seed, data sets without a seed of their own shuffle equally on all workers.
     tf.random.set_seed(settings.options.seed % 2**31)

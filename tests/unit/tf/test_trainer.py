@@ -33,10 +33,12 @@ def trainer(shared):
     return made
 
 
-def test_precision_of_a_local_trainer_ends_with_it():
+def test_precision_and_eager_mode_of_a_local_trainer_end_with_it():
     for use_fp16, dtype in ((True, "bfloat16"), (False, "float32")):
         with TFTrainer(training_operator_cls=Digits, use_local=True, use_fp16=use_fp16) as trainer:
             assert trainer.get_local_operator().model.layers[0].compute_dtype == dtype
+            trainer.apply_all_operators(lambda _: tf.config.run_functions_eagerly(True))
+        assert not tf.config.functions_run_eagerly()
 
 
 def test_it_trains_in_steps_and_epochs(trainer):
