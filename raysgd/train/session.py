@@ -60,8 +60,7 @@ def report(
             f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
             "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
         )
-    session = _find_session("report")
-    if session is not None:
+    if (session := _find_session("report")) is not None:
         session.report(named if metrics is None else metrics, checkpoint)
 
 
@@ -74,8 +73,7 @@ def save_checkpoint(**state: Any) -> None:
     DistributedDataParallel is saved as the model that it wraps. Outside of a run, it warns once and
     does nothing.
     """
-    session = _find_session("save_checkpoint")
-    if session is not None:
+    if (session := _find_session("save_checkpoint")) is not None:
         session.save(state)
 
 

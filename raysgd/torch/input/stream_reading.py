@@ -245,10 +245,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad:
-            try:
+            with contextlib.suppress(TypeError, RuntimeError):  # such as bfloat16
                 return torch.from_numpy, (value.numpy(),)
-            except (TypeError, RuntimeError):  # such as bfloat16
-                pass
         return NotImplemented
 
 

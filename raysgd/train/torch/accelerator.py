@@ -41,9 +41,8 @@ class _Accelerator:
 
 
 def _accelerator() -> _Accelerator:
-    if process_state.accelerator is None:
-        process_state.accelerator = _Accelerator(amp=False)
-    accelerator: _Accelerator = process_state.accelerator
+    accelerator: _Accelerator = process_state.accelerator or _Accelerator(amp=False)
+    process_state.accelerator = accelerator
     return accelerator
 
 
