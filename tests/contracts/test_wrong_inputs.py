@@ -65,6 +65,7 @@ LOCAL_TWO = {**TWO, "use_local": True}
 WRONG_VALUES = [
     # The message contains the argument with its value, and the words.
     ("num_workers", 10**6, ValueError, "at most 10000"),
+    ("num_workers", 0, ValueError, "at least 1"),
     ("num_workers", True, TypeError, "int"),
     ("num_workers", "2", TypeError, "int"),
     ("num_workers", (1, 2), TypeError, "min_workers"),

@@ -44,8 +44,9 @@ class Echo(Recorder):
 # ---- predict
 
 
-def test_a_prediction_is_the_output_for_each_sample_in_order(make_trainer):
-    trainer = make_trainer(config={"batch_norm": True})
+@pytest.mark.parametrize("partitions", [True, False])
+def test_a_prediction_is_the_output_for_each_sample_in_order(make_trainer, partitions):
+    trainer = make_trainer(config={"batch_norm": True}, add_dist_sampler=partitions)
     trainer.train(num_steps=2)
     data = make_data(37)
     model = trainer.get_model().eval()

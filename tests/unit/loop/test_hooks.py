@@ -201,10 +201,8 @@ def test_calls_of_the_default_loop_share_a_segment(make_trainer, accumulation_st
     operator = trainer.get_local_operator()
     operator._train_state.registered.accumulation_steps = accumulation_steps
     trainer.train()
-    assert [(each["batch_count"], each["num_samples"]) for each in operator.passes] == [
-        (3, 24),  # also of the step that is still open
-        (2, 16),
-    ]
+    counts = [(each["batch_count"], each["num_samples"]) for each in operator.passes]
+    assert counts == [(3, 24), (2, 16)]  # the first also of the step that is still open
     assert trainer.global_step == 5
 
 

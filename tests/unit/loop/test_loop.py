@@ -757,6 +757,8 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     train(restarted, 2, until_step=12, start_step=11)  # each earlier epoch counts as a call
     indices = [info["batch_idx"] for info in its_operator.infos]
     assert indices == [1, 2, 0, 1, *range(5), 0, 0]
+    restarted.call_record.continue_call(snapshot)
+    assert restarted.call_record.own_segments == []  # those of another call
 
 
 def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):

@@ -35,15 +35,9 @@ SMALL = {"num_samples": 40, "batch_size": 8}
 EPOCH = list(range(40))
 
 
-def same_parameters(left, right):
-    return all(
-        torch.equal(a, b)
-        for a, b in zip(
-            left.operator.model.state_dict().values(),
-            right.operator.model.state_dict().values(),
-            strict=True,
-        )
-    )
+def same_parameters(*runners):
+    left, right = (runner.operator.model.state_dict().values() for runner in runners)
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 # ---- before setup
@@ -133,14 +127,18 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
     runner._hosted_loop.state_access.copy_from(0, follows=False)
 
 
-def test_copy_of_a_damaged_state_is_damaged():
+def test_copy_has_the_marks_and_modes_of_the_leader():
     runner = make_runner(context=WorkerContext(is_alone=True, in_driver=True))
-    sent = {"is_damaged": True, "why_not_split": "why"}
+    runner.operator.model.eval()
+    modes = runner._hosted_loop.state_access.module_modes()
+    runner.operator.model.train()
+    sent = {"is_damaged": True, "why_not_split": "why", "module_modes": modes}
     runner._train_state.collectives.broadcast = lambda make, rank: {**make(), **sent}
     runner._hosted_loop.state_access.copy_from = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
     assert runner._train_state.update.is_damaged
     assert runner._train_state.micro_batching.why_not_split == "why"
+    assert runner._hosted_loop.state_access.module_modes() == modes
 
 
 # ---- repeated calls
@@ -154,6 +152,7 @@ def test_repeated_call_returns_its_metrics_and_no_others():
     assert runner.progress().process.blocked_on_driver  # no other worker may wait for it any longer
     again = runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
+    assert runner.progress().process.failed_at == "after step 5"
     other = make_runner().handle(TrainRequest(call_number=0, until_epoch=1))
     assert again["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
     runner.handle(TrainRequest(call_number=1, until_epoch=2))
@@ -176,6 +175,7 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
     runner.handle(TrainRequest(call_number=0, until_step=4))
     bars = [(p.bar.num_batches, p.bar.num_samples, p.bar.global_step) for p in seen]
     assert bars == [(0, 0, 0), (1, 8, 1), (2, 16, 2), (3, 24, 3)]
+    assert [p.measured.timing.num_samples for p in seen] == [0, 8, 16, 24]
     assert [p.position.in_epoch for p in seen] == [False, True, True, True]
     assert {p.bar.total_batches for p in seen} == {4}
     assert seen[0].bar.latest_metrics == {}
@@ -399,6 +399,7 @@ def test_worker_of_a_group_gets_its_batch_share(global_batch):
     runner.handle(TrainRequest(call_number=0, until_step=1))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     assert runner.operator.config[BATCH_SIZE] == 8
+    assert runner._train_state.data.keeps_requested_size == (global_batch == "keep")
     assert (runner.operator.world_rank, runner.operator.world_size) == (1, 2)
     runner.handle(TrainRequest(call_number=1, until_epoch=1))
     assert runner.operator.trained == [*range(16), *range(24, 32), *range(36, 40)]
