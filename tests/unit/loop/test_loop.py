@@ -177,9 +177,7 @@ def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, cal
 LOADERS = pytest.mark.parametrize(
     ("method", "name"), [("train", "train"), ("validate", "validation")]
 )
-EMPTY = pytest.mark.parametrize(
-    "wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"]
-)
+EMPTY = pytest.mark.parametrize("wrap", [list, lambda _: Unsized([])], ids=["list", "unsized"])
 
 
 @LOADERS

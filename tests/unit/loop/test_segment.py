@@ -104,13 +104,9 @@ def test_all_ranks_end_when_one_has_no_batch_left_and_are_not_asked_at_a_pause()
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loader_that_ends_before_its_length_is_refused_if_others_would_wait(world_size):
     _, steps = make_steps(range(3), steps_left=5, world_size=world_size)
-    given, ending = [], contextlib.nullcontext()
-    if world_size > 1:
-        ending = pytest.raises(RuntimeError, match="worker 0 ended after 3 of 5 batches")
-    with ending:
-        given.extend(steps)
-    if world_size == 1:
-        assert given == [0, 1, 2]
+    refused = pytest.raises(RuntimeError, match="worker 0 ended after 3 of 5 batches")
+    with refused if world_size > 1 else contextlib.nullcontext():
+        assert list(steps) == [0, 1, 2]
 
 
 def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):

@@ -293,12 +293,13 @@ def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new
         runner = start(Round(sharding=sharding))
         runner.handle(TrainRequest(call_number=0, until_step=3))
         state = copy.deepcopy(whole_state(runner))  # it shares memory with the runner
+        shards = copy.deepcopy(with_shards([runner.state_dict()]))
         runner.handle(TrainRequest(call_number=0, until_step=5))
         later = copy.deepcopy(whole_state(runner))
         if is_new:  # as after a restart of all workers
             runner.teardown()
             runner = start(Round(sharding=sharding), replace(ALONE, is_alone=True))
-        load_late(runner, copy.deepcopy(state))
+        load_late(runner, shards if is_new else copy.deepcopy(state))
         enter()
         runner.rejoin(replace(ALONE, generation=1), 0)
         check_equal(whole_state(runner), state)
