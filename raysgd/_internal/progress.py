@@ -70,7 +70,7 @@ class UpdateStatus(NamedTuple):
 
 
 class Holdings(NamedTuple):
-    """What a worker has of the state. `Replication` writes it, and `raysgd.elastic` reads it."""
+    """What a worker has of the state. `StatePlacement` writes it, and `raysgd.elastic` reads it."""
 
     is_complete: bool = True
     """Whether the worker has all of the state. Otherwise it has shards."""

@@ -132,7 +132,7 @@ class UpdateFeature:
         """Load this feature's entries of a training state, after the models and optimizers."""
 
 
-class Replication:
+class StatePlacement:
     """Knows which worker has which part of the models and of the states of optimizers.
 
     In this class, every worker has all of both. Subclasses shard them over the workers.

@@ -104,7 +104,7 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(state["batching"])
             if why := state["why_not_split"]:
                 train_state.micro_batching.refuse_split(why)
-        follows = not is_leader and (train_state.is_new or train_state.replication.replicates)
+        follows = not is_leader and (train_state.is_new or train_state.placement.replicates)
         loop.state_access.copy_from(leader_rank, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])
@@ -295,9 +295,9 @@ class OperatorRunner(Runner, ABC):
                 case RestartStateRequest():
                     return self.restart_state(request.num_workers)
                 case ExportShardsRequest():
-                    return self._train_state.to_cpu(self._train_state.replication.export_shards())
+                    return self._train_state.to_cpu(self._train_state.placement.export_shards())
                 case ImportShardsRequest():
-                    return self._train_state.replication.import_shards(request.shards)
+                    return self._train_state.placement.import_shards(request.shards)
         raise NotImplementedError(f"Operators do not support {request.name}.")
 
     def warm_up(self) -> None:
@@ -341,7 +341,7 @@ class OperatorRunner(Runner, ABC):
     def state_dict(self, frozen: bool = True) -> dict[str, Any]:
         """Return the state, or this worker's shards of it, on the CPU."""
         self._train_state.check_undamaged()
-        if not self._train_state.replication.is_in_sync:
+        if not self._train_state.placement.is_in_sync:
             self._train_state.settings.warn_once(
                 "ahead",
                 "Workers were lost within a step, and some optimizers of this state have already "
@@ -359,7 +359,7 @@ class OperatorRunner(Runner, ABC):
         """
         loop, train_state, data = self._hosted_loop, self._train_state, self._train_state.data
         state: dict[str, Any] = {"global_step": train_state.position.global_step}
-        if own := train_state.replication.own_state():
+        if own := train_state.placement.own_state():
             state |= own
             if train_state.context.world_rank != 0:
                 return state
@@ -437,7 +437,7 @@ class OperatorRunner(Runner, ABC):
         if self._loop is None or self._train_state.holdings.condition != "good":
             return None
         train_state = self._train_state
-        is_in_sync = train_state.replication.is_in_sync
+        is_in_sync = train_state.placement.is_in_sync
         has_all = train_state.context.world_size == num_workers and is_in_sync
         if not (train_state.holdings.is_complete or has_all):
             return None

@@ -84,7 +84,7 @@ class SnapshotTaker:
         must_agree = has_shards and self._every == "auto" and not self._is_needed
         if self._every is None or (must_agree and not is_collective):
             return
-        due = train_state.replication.is_in_sync and (self._is_needed or self._decide_due())
+        due = train_state.placement.is_in_sync and (self._is_needed or self._decide_due())
         if must_agree and context.distributed:
             # The clocks of the ranks differ, but all shards must be of one step.
             due = bool(train_state.collectives.all_reduce_min(int(due))[0])

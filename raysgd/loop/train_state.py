@@ -21,7 +21,7 @@ from raysgd._internal.timers import TimerCollection
 from raysgd.cluster.large_values import Incoming
 from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import UPDATE_HOOKS, Replication, UpdateFeature
+from raysgd.loop.feature import UPDATE_HOOKS, StatePlacement, UpdateFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
@@ -52,7 +52,7 @@ class TrainState(ABC):
     given_models: list[Any]
     """The models that the user registered as models, without criteria."""
     accumulation_steps: int = 1
-    replication: Replication = Replication()
+    placement: StatePlacement = StatePlacement()
     is_registered = False
 
     def __init__(self, settings: Settings, seed: int) -> None:
@@ -246,7 +246,7 @@ class TrainState(ABC):
     @property
     def holdings(self) -> Holdings:
         """What this worker has of the state. Another thread may read it."""
-        own = self.replication.holdings
+        own = self.placement.holdings
         is_damaged = self.update.is_damaged and own.condition == "good"
         return own._replace(condition="damaged") if is_damaged else own
 

@@ -20,8 +20,8 @@ from raysgd.torch.registered import RegisteredObjects
 
 ORDERS = (
     # first            later            the hook that needs the order, and why
-    ("replication", "Rollback", "roll_back: a step that changed no parameters is no damage"),
-    ("replication", "BufferCopies", "receive: shards come last, as they are valid from then on"),
+    ("placement", "Rollback", "roll_back: a step that changed no parameters is no damage"),
+    ("placement", "BufferCopies", "receive: shards come last, as they are valid from then on"),
     ("exchange", "Optimization", "begin_micro_batch: it may discard gradients that others keep"),
     ("Optimization", "StepChecks", "begin_micro_batch: kept gradients are no error"),
     ("exchange", "BufferCopies", "commit: it may restore buffers"),
@@ -54,7 +54,7 @@ def features_of(
     those of the operator.
     """
     options = registered.options
-    yield from registered.replication.features  # shards
+    yield from registered.placement.features  # shards
     yield registered.precision  # autocast, and the scale of losses
     yield registered.exchange  # averages of gradients; equal models
     yield own.optimization  # from losses to updates

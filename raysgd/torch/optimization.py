@@ -71,7 +71,7 @@ class Optimization(UpdateFeature):
         """Register the hooks of optimizers.
 
         The hooks of user code and of Horovod come first, because they may reject a step. Those of
-        `Replication.wrap_steps` come last.
+        `StatePlacement.wrap_steps` come last.
         """
         optimizers, num_batches = self._registered.optimizers, self._registered.accumulation_steps
         if num_batches > 1:

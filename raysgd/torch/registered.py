@@ -1,4 +1,4 @@
-"""What ``register`` makes, and what features, exchanges, and replications use."""
+"""What ``register`` makes, and what features, exchanges, and placements use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from raysgd.loop.feature import Replication
+from raysgd.loop.feature import StatePlacement
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.frozen_parameters import FrozenParameters
@@ -45,7 +45,7 @@ class RegisteredObjects:
         self.num_criteria = 0  # criteria with trained parameters, which are the last of `models`
         self.schedulers: list[Any] = []
         self.models: list[torch.nn.Module] = []
-        self.replication = Replication()
+        self.placement = StatePlacement()
         self.exchange = GradientExchange()
         self.accumulation_steps = 1
         self.frozen = FrozenParameters()
@@ -60,4 +60,4 @@ class RegisteredObjects:
     @property
     def has_all_parameters(self) -> bool:
         """Whether every worker has all parameters."""
-        return all(map(self.replication.is_unsharded, self.models))
+        return all(map(self.placement.is_unsharded, self.models))

@@ -68,7 +68,7 @@ def register(
         registered.warn_once("untrained", "%s", warning)
     strategy = STRATEGIES[mode_of(options, sharding, registered.settings.context.distributed)]
     _move_models(registered, modules, strategy.keeps_parameters)
-    registered.replication = strategy.new_replication(registered, sharding_args)
+    registered.placement = strategy.new_placement(registered, sharding_args)
     registered.exchange = strategy.new_exchange(registered)
     registered.accumulation_steps = as_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
@@ -79,7 +79,7 @@ def register(
     registered.buffer_copies = BufferCopies(registered.models, registered.collectives)
     train_state.set_features(list(features_of(registered, features, max_grad_norm)))
     features.optimization.register_hooks()
-    registered.replication.wrap_steps()
+    registered.placement.wrap_steps()
     features.averaging.use_training_weights()  # as a loaded state
     registered.criteria = criteria = _move_criteria(registered, criteria, trained)
     train_state.is_registered = True

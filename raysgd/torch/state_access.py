@@ -82,8 +82,8 @@ class TorchStateAccess(StateAccess):
     merge_shards = staticmethod(gather_state)
 
     def load(self, state: dict[str, Any]) -> None:
-        self._load(self._registered.replication.unsharded_state(state))
-        self._registered.replication.load(state)
+        self._load(self._registered.placement.unsharded_state(state))
+        self._registered.placement.load(state)
 
     def copy_from(self, leader_rank: int, follows: bool) -> None:
         """Load the state of the leader if this rank `follows`. Every rank must call it.
@@ -148,7 +148,7 @@ class TorchStateAccess(StateAccess):
     def unsharded_models(self) -> list[torch.nn.Module]:
         train_state, num_models = self._train_state, len(self._registered.given_models)
         train_state.check_undamaged()
-        if (copies := self._registered.replication.export_models(num_models)) is not None:
+        if (copies := self._registered.placement.export_models(num_models)) is not None:
             return copies
         if train_state.context.world_rank != 0:
             return []
@@ -200,7 +200,7 @@ class TorchStateAccess(StateAccess):
                         load = functools.partial(load_scheduler, each)
                         own = scheduler_state(each)
                     elif kind == "models" and (
-                        FROZEN_KEY in state or not self._registered.replication.is_unsharded(each)
+                        FROZEN_KEY in state or not self._registered.placement.is_unsharded(each)
                     ):
                         load = functools.partial(each.load_state_dict, strict=False)
                         own, saved = (self._unsharded_of(each, state) for state in (own, saved))
@@ -228,7 +228,7 @@ class TorchStateAccess(StateAccess):
 
     def _unsharded_of(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the entries of a model's state that every worker has."""
-        if self._registered.replication.is_unsharded(model):
+        if self._registered.placement.is_unsharded(model):
             return state
         sharded = dict(model.named_parameters(remove_duplicate=False))
         return {key: value for key, value in state.items() if key not in sharded}

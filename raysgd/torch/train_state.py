@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
-from raysgd.loop.feature import Replication
+from raysgd.loop.feature import StatePlacement
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.features.micro_batching import num_rows
 from raysgd.torch.input.sources import TorchSources
@@ -28,7 +28,7 @@ class TorchTrainState(TrainState):
     data: TorchSources
     given_models: list[torch.nn.Module] = forward_to("registered.given_models")
     accumulation_steps: int = forward_to("registered.accumulation_steps")
-    replication: Replication = forward_to("registered.replication")
+    placement: StatePlacement = forward_to("registered.placement")
 
     def __init__(self, settings: TorchSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)

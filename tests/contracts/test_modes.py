@@ -17,7 +17,7 @@ ALLOWED = re.compile(
     r"torch/strategies/|(loop|torch|tf)/options\.py|(torch|tf)/trainer\.py"
     r"|tf/communication\.py|(comm|train|cli)/|raysgd/__init__\.py|horovod|equal_bits|shard"
 )
-PORTS = {"GradientExchange", "Replication"}
+PORTS = {"GradientExchange", "StatePlacement"}
 
 
 def files():

@@ -69,13 +69,13 @@ class BadStepFilter(UpdateFeature):
         precision, exchange = registered.precision, registered.exchange
         norm = float(exchange.norm(precision.parameters(optimizer))[1])
         is_finite = math.isfinite(norm)
-        if is_finite and spike is None and registered.replication.replicates:
+        if is_finite and spike is None and registered.placement.replicates:
             return
         loss = exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
         usual = statistics.median(self._losses or [math.inf])
         is_spike = spike is not None and -loss < spike * usual < loss and usual != 0
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
-        if not registered.replication.replicates and registered.settings.context.distributed:
+        if not registered.placement.replicates and registered.settings.context.distributed:
             # Each worker has a loss and gradients of its own.
             lows = registered.collectives.all_reduce_min(*(-sign for sign in signs))
             signs = [low < 0 for low in lows]

@@ -110,7 +110,7 @@ class ReplicaGuard(UpdateFeature):
 
     def _set_active(self) -> None:
         num_workers = self._registered.settings.context.world_size
-        self._is_active = num_workers > 1 and self._registered.replication.replicates
+        self._is_active = num_workers > 1 and self._registered.placement.replicates
 
     def before_export(self) -> None:
         self._set_active()  # a new group may not have trained yet

@@ -133,7 +133,7 @@ class ReplicaContents:
     def contents(self, in_step: bool, is_new: bool) -> Iterator[Content]:
         """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
         registered = self._registered
-        is_unsharded = registered.replication.is_unsharded
+        is_unsharded = registered.placement.is_unsharded
         equal, replicated = self._equal_buffers(), set[torch.Tensor]()
         compared = [self._keeps_all_equal or is_ddp(model) for model in registered.models]
         for index, model in enumerate(registered.models):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from raysgd.checkpoint.file import SHARDS
-from raysgd.loop.feature import Replication
+from raysgd.loop.feature import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
@@ -32,8 +32,8 @@ from raysgd.torch.strategies.shards import PARAMETER, Piece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
 
 
-class FullyShardedModel(OptimizerShards, Replication):
-    """Shards models and their optimizer: a `Replication`, and the only feature that it lists.
+class FullyShardedModel(OptimizerShards, StatePlacement):
+    """Shards models and their optimizer: a `StatePlacement`, and the only feature that it lists.
 
     A worker sends its gradients to the workers that hold copies of its shard, so that these workers
     can repeat its update. Parameters change when all workers have computed their updates.
@@ -244,7 +244,7 @@ class FullyShardedExchange(GroupExchange):
 
     def __init__(self, registered: RegisteredObjects) -> None:
         super().__init__(registered)
-        sharded: Any = registered.replication
+        sharded: Any = registered.placement
         self._models: ShardedModules = sharded.models
         self._synced_models = [m for m in registered.models if not only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""

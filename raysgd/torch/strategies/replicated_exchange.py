@@ -14,7 +14,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import OTHER
 from raysgd.comm.mesh import SAME_COLLECTIVES
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.feature import Replication
+from raysgd.loop.feature import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.digests import fingerprint
@@ -26,7 +26,7 @@ from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_v
 from raysgd.torch.tensors import backward_pass_number, parameters_of
 
 
-class OwnModels(Replication):
+class OwnModels(StatePlacement):
     """Each worker keeps its own models, unless user code has wrapped some of them."""
 
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class GroupExchange(GradientExchange):
     @property
     def _averages(self) -> bool:
         registered = self._registered
-        return registered.settings.context.distributed and registered.replication.replicates
+        return registered.settings.context.distributed and registered.placement.replicates
 
 
 class UserWrappedExchange(GroupExchange):

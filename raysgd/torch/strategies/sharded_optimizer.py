@@ -24,7 +24,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.progress import Holdings
 from raysgd.checkpoint.file import SHARDS
-from raysgd.loop.feature import Replication, UpdateFeature
+from raysgd.loop.feature import StatePlacement, UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
@@ -322,7 +322,7 @@ class OptimizerShards(UpdateFeature):
         return piece.message(start, stop, is_ahead=piece.version > version)
 
 
-class ShardedOptimizers(Replication):
+class ShardedOptimizers(StatePlacement):
     """Several sharded optimizers. Every worker has the complete models."""
 
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:

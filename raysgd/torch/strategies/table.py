@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd._internal.arguments import as_dict, as_int
-from raysgd.loop.feature import Replication
+from raysgd.loop.feature import StatePlacement
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
 from raysgd.torch.registered import RegisteredObjects
@@ -26,15 +26,15 @@ from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizers
 
 
 class Strategy(NamedTuple):
-    """Makes the `Replication` and the `GradientExchange` of a mode.
+    """Makes the `StatePlacement` and the `GradientExchange` of a mode.
 
-    `register` calls `check`, moves the models, and calls `new_replication` and then `new_exchange`.
+    `register` calls `check`, moves the models, and calls `new_placement` and then `new_exchange`.
     `Options.layout` is the third part of a strategy.
     """
 
     new_exchange: Callable[[RegisteredObjects], GradientExchange]
-    new_replication: Callable[[RegisteredObjects, Mapping[str, Any]], Replication] = lambda *_: (
-        Replication()
+    new_placement: Callable[[RegisteredObjects, Mapping[str, Any]], StatePlacement] = lambda *_: (
+        StatePlacement()
     )
     """Gets ``sharding_args``. By default, every worker has the whole state."""
     sharding_args: Sequence[str] | None = None

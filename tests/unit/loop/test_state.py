@@ -11,7 +11,7 @@ from raysgd._internal.progress import Holdings
 from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import Replication
+from raysgd.loop.feature import StatePlacement
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.loop.snapshots import SnapshotTaker, _num_bytes
 from raysgd.loop.state_schema import check_state
@@ -246,7 +246,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         settings=SimpleNamespace(options=SimpleNamespace(elastic=ElasticConfig())),
         context=WorkerContext(world_rank=1, distributed=True),
         holdings=Holdings(is_complete=False),
-        replication=Replication(),
+        placement=StatePlacement(),
         timing=StepTiming(),
         position=SimpleNamespace(epoch=0, global_step=7),
         collectives=SimpleNamespace(all_reduce_min=lambda value: [min(value, answers.pop())]),

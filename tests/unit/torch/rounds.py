@@ -250,8 +250,8 @@ class Player:
         runner.setup(self.context)
         models = runner.operator.all_models
         assert not any(isinstance(p, DTensor) for model in models for p in model.parameters())
-        replication = runner.operator._train_state.registered.replication
-        pieces = [p for o in replication.features for p in o._pieces]
+        placement = runner.operator._train_state.registered.placement
+        pieces = [p for o in placement.features for p in o._pieces]
         assert all(piece.base is None for piece in pieces)  # no copy of the parameters
         self.rejoin(members, is_new=True)
         self.train(call, NUM_STEPS)

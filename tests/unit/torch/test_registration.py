@@ -199,7 +199,7 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         register(train_state, model)
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
         train_state.registered.exchange.use_wrappers(wrappers)
-        assert train_state.replication.replicates == follows
+        assert train_state.placement.replicates == follows
         assert train_state.registered.exchange.num_workers == 1 + follows
 
 

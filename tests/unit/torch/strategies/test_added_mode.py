@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Guard, TrainingOperator
-from raysgd.loop.feature import Replication, UpdateFeature
+from raysgd.loop.feature import StatePlacement, UpdateFeature
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.replicated_exchange import broadcast_models
@@ -15,7 +15,7 @@ from tests.unit.torch import cases
 EVERY, NUM_STEPS = 3, 7
 
 
-class LocalModels(Replication, UpdateFeature):
+class LocalModels(StatePlacement, UpdateFeature):
     """Each worker trains its own models. The workers average them every few updates."""
 
     replicates = False

@@ -212,11 +212,11 @@ class Differing(Case):
         runner = self.start(rank)
         with pytest.raises(RuntimeError, match=r"the shards of step 2 .* only for some of them"):
             runner.handle(TrainRequest(call_number=0, until_step=3))
-        replication = runner._train_state.registered.exchange
-        replication.begin_generation()
+        exchange = runner._train_state.registered.exchange
+        exchange.begin_generation()
         torch.set_num_threads(1 + rank)
         with pytest.raises(RuntimeError, match=r"one kind, .* has (?!model name).* 1 threads"):
-            replication.begin_generation()
+            exchange.begin_generation()
         torch.set_num_threads(1)
 
 

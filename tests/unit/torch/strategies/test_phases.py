@@ -84,7 +84,7 @@ def start(mode):
 
 
 def names_of(registered):
-    ports = dict.fromkeys(map(id, registered.replication.features), "replication")
+    ports = dict.fromkeys(map(id, registered.placement.features), "placement")
     ports[id(registered.exchange)] = "exchange"
     return [ports.get(id(each), type(each).__name__) for each in registered.features]
 
