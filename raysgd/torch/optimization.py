@@ -143,7 +143,7 @@ class Optimization(UpdateFeature):
         counts, self._in_optimizer_step = update.optimizer_steps.counts, True
         before = counts.get(id(optimizer))
         try:
-            self._registered.exchange.average(optimizer)
+            self._registered.exchange.complete_gradients(optimizer)
             if update.loss_weights.divisor:
                 for feature in self._registered.features_with["before_optimizer_step"]:
                     feature.before_optimizer_step(update, optimizer)
@@ -170,7 +170,7 @@ class Optimization(UpdateFeature):
             self._registered.timing.begin(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
             if closure is None:
-                exchange.average(optimizer)
+                exchange.complete_gradients(optimizer)
                 if not update.loss_weights.divisor:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
         update.optimizer_steps.begin(optimizer)
@@ -179,7 +179,7 @@ class Optimization(UpdateFeature):
 
         def averaging() -> Any:
             loss = closure()
-            exchange.average(optimizer)
+            exchange.complete_gradients(optimizer)
             if not isinstance(loss, torch.Tensor):
                 return loss
             # A line search must take the same steps on all workers.
@@ -198,7 +198,7 @@ class Optimization(UpdateFeature):
         self._checks.has_stepped = True
         if self._update.optimizer_steps.running_optimizer is None:  # in a method such as SAM's
             self._checks.check_direct_step(optimizer)
-        self._registered.exchange.average(optimizer)
+        self._registered.exchange.complete_gradients(optimizer)
 
     # ---- the end of an update
 

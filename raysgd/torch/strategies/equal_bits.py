@@ -205,7 +205,7 @@ class EqualBitsExchange(GroupExchange):
             self._buffers.store()
         self._stepped.append(id(optimizer))
 
-    def average(self, optimizer: torch.optim.Optimizer) -> None:
+    def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the sum over all parts into the gradients. Every rank must call this."""
         update, optimizers = self._update, self._registered.optimizers
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers, 1)}

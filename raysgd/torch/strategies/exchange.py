@@ -38,8 +38,8 @@ class GradientExchange(UpdateFeature):
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Take gradients of any micro-batch but the last. The caller keeps those that remain."""
 
-    def average(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients that the backward passes have not, before an optimizer steps."""
+    def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Combine the gradients that the backward passes have not, before an optimizer steps."""
 
     def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         """Return the tensors with this worker's gradients of some parameters, and their norm.

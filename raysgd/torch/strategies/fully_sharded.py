@@ -56,19 +56,19 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
         models, (optimizer,) = registered.models, registered.optimizers
         device, precision = registered.device, registered.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
-        self.models = ShardedModules(models, arguments.get("wrap"), dtype, device)
+        self.modules = ShardedModules(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
-        whole = () if registered.settings.context.is_alone else self.models.parameters
+        whole = () if registered.settings.context.is_alone else self.modules.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
         """Complete parameters for `shard_state`, by index."""
         self._received: dict[int, ShardUpdate] = {}
         """Received gradients of the shards that this worker holds as copies, by shard."""
         self.features = (self,)
         if dist.get_world_size() > 1:
-            parameters = [p.detach() for p in self.models.parameters]
+            parameters = [p.detach() for p in self.modules.parameters]
             registered.collectives.broadcast_tensors(parameters, src=0)
         copies = arguments.get("copies")
-        super().__init__(optimizer, copies, registered, list(self.models.parameters))
+        super().__init__(optimizer, copies, registered, list(self.modules.parameters))
 
     def is_unsharded(self, owner: Any) -> bool:
         return False
@@ -83,7 +83,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
             return
         own = layout.new_buffers(rank, device)
         for param_index, view in own.views.items():
-            if (gradient := self.models.gradient(param_index)) is not None:
+            if (gradient := self.modules.gradient(param_index)) is not None:
                 view.copy_(gradient)
         for distance in range(1, num_copies + 1):
             dst, src = (rank + distance) % size, (rank - distance) % size
@@ -98,7 +98,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
         return piece.base
 
     def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
-        gradient = self.models.gradient(piece.param_index)
+        gradient = self.modules.gradient(piece.param_index)
         if gradient is None:  # the loss does not depend on the parameter on any worker
             return None
         if shard != self._layout.rank:
@@ -114,7 +114,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
     def roll_back(self, update: Update) -> None:
         super().roll_back(update)
         self._received = {}
-        self.models.reset()
+        self.modules.reset()
 
     def sync_initial_state(self) -> None:
         super().sync_initial_state()
@@ -129,7 +129,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
     def load(self, state: Mapping[str, Any]) -> None:
         """Load this worker's rows from complete states of models and optimizer."""
         (of_optimizer,) = state["optimizers"]
-        pairs = zip(self.models.names, state["models"], strict=False)
+        pairs = zip(self.modules.names, state["models"], strict=False)
         self._values = {
             index: saved[name] for names, saved in pairs for name, index in names.items()
         }
@@ -171,7 +171,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
 
     def own_pieces(self) -> list[tuple[Any, ...]]:
         known_as: dict[int, list[tuple[int, str]]] = defaultdict(list)
-        for index, names in enumerate(self.models.names):
+        for index, names in enumerate(self.modules.names):
             for name, param_index in names.items():
                 known_as[param_index].append((index, name))
         return [
@@ -202,8 +202,8 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
     def _shard_models(self) -> None:
         """Shard the models over the current group, and copy this worker's rows into them."""
         before = self._parameters
-        self.models.shard()
-        self._parameters = list(self.models.parameters)
+        self.modules.shard()
+        self._parameters = list(self.modules.parameters)
         new = dict(zip(map(id, before), self._parameters, strict=True))
         for group in self.optimizer.param_groups:
             group["params"] = [new[id(parameter)] for parameter in group["params"]]
@@ -211,7 +211,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
         layout = self._layout
         for piece in layout.pieces_of(layout.rank, self._pieces):
             first, _ = layout.shards[layout.rank][piece.param_index]
-            rows = self.models.rows(piece.param_index)[piece.start - first : piece.stop - first]
+            rows = self.modules.rows(piece.param_index)[piece.start - first : piece.stop - first]
             piece.base = rows.copy_(self._current_elements(piece))
 
     # ---- complete models
@@ -221,7 +221,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
         for number, shard in enumerate(layout.shards):
-            rows = {param_index: self.models.rows(param_index) for param_index in shard}
+            rows = {param_index: self.modules.rows(param_index) for param_index in shard}
             if number != layout.rank:
                 rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in shard.items()}
             self._registered.collectives.broadcast_tensors(list(rows.values()), src=number)
@@ -230,8 +230,8 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
         if not is_first:
             return []
         try:
-            self.models.unshard_with(values)
-            return [copy_to_cpu(model) for model in self.models.models[:num_models]]
+            self.modules.unshard_with(values)
+            return [copy_to_cpu(model) for model in self.modules.models[:num_models]]
         finally:
             self._shard_models()
 
@@ -245,13 +245,13 @@ class FullyShardedExchange(GroupExchange):
     def __init__(self, registered: RegisteredObjects) -> None:
         super().__init__(registered)
         sharded: Any = registered.placement
-        self._models: ShardedModules = sharded.models
+        self._modules: ShardedModules = sharded.modules
         self._synced_models = [m for m in registered.models if not only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
     def check_trained(self) -> None:
-        check_same_parameters(self._models.models, {p: p.dtype for p in self._models.parameters})
-        for parameter, trained in zip(self._models.parameters, self._models.trained, strict=True):
+        check_same_parameters(self._modules.models, {p: p.dtype for p in self._modules.parameters})
+        for parameter, trained in zip(self._modules.parameters, self._modules.trained, strict=True):
             if parameter.requires_grad != trained:
                 raise RuntimeError(
                     f"requires_grad of a parameter of shape {tuple(parameter.shape)} was {trained} "
@@ -271,4 +271,4 @@ class FullyShardedExchange(GroupExchange):
         return own, squared.sqrt()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        return self._models.gathering_on_demand()
+        return self._modules.gathering_on_demand()

@@ -75,7 +75,7 @@ class HorovodExchange(GroupExchange):
             if passes != distributed.backward_passes_per_step:
                 distributed.set_backward_passes_per_step(passes)
 
-    def average(self, optimizer: torch.optim.Optimizer) -> None:
+    def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if (distributed := self._distributed.get(id(optimizer))) is not None:
             phase = step_timing.begin_phase(step_timing.WAIT)
             distributed.synchronize()

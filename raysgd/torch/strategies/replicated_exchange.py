@@ -169,7 +169,7 @@ class ReplicatedExchange(UserWrappedExchange):
     def sync_initial_state(self) -> None:
         broadcast_models(self._registered)
 
-    def average(self, optimizer: torch.optim.Optimizer) -> None:
+    def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of an optimizer, unless wrappers of models have averaged them.
 
         Every rank must call this.

@@ -5,8 +5,8 @@ The workers average gradients in the last micro-batch of an update:
 1. DistributedDataParallel averages in the first backward pass after a forward pass.
 2. `BackwardPasses._end_pass` runs after each pass. It completes the averages of the first one, for
    unused parameters and those that were frozen at first, and averages all gradients of later ones.
-3. `ReplicatedExchange.average` runs before the step of an optimizer. If gradients are new or
-   changed since the last pass, it averages all gradients of the optimizer.
+3. `ReplicatedExchange.complete_gradients` runs before the step of an optimizer. If gradients are
+   new or changed since the last pass, it averages all gradients of the optimizer.
 4. `ReplicatedExchange.before_commit` raises if other workers trained a model that this worker did
    not.
 """

@@ -33,7 +33,7 @@ exchange.begin_generation()
 for _ in range(50):
     optimizer.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
-    exchange.average(optimizer)
+    exchange.complete_gradients(optimizer)
     optimizer.step()
 assert held.grad_fn is not None
 """
@@ -43,7 +43,7 @@ model, optimizer, exchange = build()
 scaler = torch.amp.GradScaler("cpu")
 for factor in (1.0, float("inf"), 1.0, 1.0):
     scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
-    exchange.average(optimizer)
+    exchange.complete_gradients(optimizer)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -54,7 +54,7 @@ def step(dtype, **arguments):
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         loss = model(torch.ones(1, 3, dtype=dtype)).sum()
     loss.backward()
-    exchange.average(optimizer)
+    exchange.complete_gradients(optimizer)
     optimizer.step()
 
 with pytest.raises(TypeError, match='averages no bfloat16.*float32, or backend="gloo"'):

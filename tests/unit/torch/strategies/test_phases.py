@@ -20,7 +20,7 @@ from raysgd.torch.runner import TorchRunner
 REGISTER = ["mode_of", "_move_models", "prepare", "wrap", "features_of", "register_hooks"]
 REGISTER += ["wrap_steps", "_move_criteria"]
 # The hooks of user code come first, because they may reject a step, and shards come last.
-STEP = ["average", "before_of_user", "_step_pre_hook", "_begin_step"]
+STEP = ["complete_gradients", "before_of_user", "_step_pre_hook", "_begin_step"]
 STEP += ["after_of_user", "_end_step", "_step_post_hook"]
 MODES = {
     "one worker": ({}, {}),
