@@ -140,7 +140,7 @@ class SnapshotKeeper:
         if not self.receive():
             return None
         try:
-            return with_shards([read() for read in self._shards])
+            return collect_shards([read() for read in self._shards])
         except (CheckpointError, OSError) as error:
             raise CheckpointError(
                 f"All workers are lost, and the driver cannot read its snapshot: {error} To "
@@ -174,7 +174,7 @@ class SnapshotKeeper:
             )
 
 
-def with_shards(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def collect_shards(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the state of rank 0 with the shards of all ranks."""
     state = states[0]
     if not isinstance(state, Mapping) or SHARDS not in state:

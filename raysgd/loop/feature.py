@@ -166,7 +166,7 @@ class StatePlacement:
     # ---- files, snapshots, and exports
 
     def own_state(self) -> dict[str, Any]:
-        """Return the entries of a state that each worker adds. `gather_state` merges them."""
+        """Return the entries of a state that each worker adds. `merge_shards` merges them."""
         return {}
 
     def unsharded_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ from raysgd.torch.object_states import (
     state_problem,
 )
 from raysgd.torch.strategies.replicated_model import grad_flags, set_grad_flags, user_module
-from raysgd.torch.strategies.shards import gather_state
+from raysgd.torch.strategies.shards import merge_shards
 from raysgd.torch.tensors import copy_to_cpu, parameters_of, version_of
 from raysgd.torch.train_state import TorchTrainState
 
@@ -79,7 +79,7 @@ class TorchStateAccess(StateAccess):
         for feature in self._registered.features:
             feature.check_state(state)
 
-    merge_shards = staticmethod(gather_state)
+    merge_shards = staticmethod(merge_shards)
 
     def load(self, state: dict[str, Any]) -> None:
         self._load(self._registered.placement.unsharded_state(state))

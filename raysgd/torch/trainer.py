@@ -23,7 +23,7 @@ from raysgd.torch import optimizer_options
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import BadSteps, EqualBits, Guard, TorchOptions, without_old_arguments
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.strategies.shards import gather_state
+from raysgd.torch.strategies.shards import merge_shards
 from raysgd.trainer.base import OperatorTrainer, known_arguments
 from raysgd.trainer.info import argument
 from raysgd.trainer.state import StateTransfer
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchStateTransfer(StateTransfer):
-    merge = staticmethod(gather_state)
+    merge_shards = staticmethod(merge_shards)
 
 
 @fold_tracebacks

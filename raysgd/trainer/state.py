@@ -24,7 +24,7 @@ from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.policies import may_have_only_copy
-from raysgd.elastic.snapshots import with_shards
+from raysgd.elastic.snapshots import collect_shards
 from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
@@ -64,7 +64,7 @@ class StateTransfer:
 
     # ---- methods of each framework
 
-    def merge(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with all shards merged."""
         return dict(state)
 
@@ -103,7 +103,8 @@ class StateTransfer:
         if not snapshot or kept_step < step or lacks:
             try:  # new workers repeat the steps after the snapshot
                 generators = self._prepare_export(method)
-                state = self.merge(with_shards(self._fetch(StateRequest(frozen=frozen), method)))
+                states = self._fetch(StateRequest(frozen=frozen), method)
+                state = self.merge_shards(collect_shards(states))
                 state["data"]["rng"] = generators
                 return state
             except WorkerLostError:
@@ -112,7 +113,7 @@ class StateTransfer:
                 text = "%s(): no worker starts, so the state is that of step %d, not %d."
                 logger.warning(text, method, kept_step, step)
         # Copy the state, because it may be one that the user loaded.
-        return dict(map_leaves(without_call(self.merge(snapshot)), try_copy))
+        return dict(map_leaves(without_call(self.merge_shards(snapshot)), try_copy))
 
     def models(self, method: str = "get_model") -> Any:
         self._prepare_export(method)

@@ -28,7 +28,7 @@ from raysgd.torch.strategies.replicated_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
-from raysgd.torch.strategies.shards import PARAMETER, Piece, ShardUpdate
+from raysgd.torch.strategies.shards import Piece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
 
 
@@ -167,21 +167,11 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
         return load
 
     def own_state(self) -> dict[str, Any]:
-        return {SHARDS: [self.own_pieces()]}
-
-    def own_pieces(self) -> list[tuple[Any, ...]]:
-        known_as: dict[int, list[tuple[int, str]]] = defaultdict(list)
-        for index, names in enumerate(self.modules.names):
-            for name, param_index in names.items():
-                known_as[param_index].append((index, name))
-        return [
-            (
-                (self._numbers.get(piece.param_index), *known_as[piece.param_index]),
-                *piece.bounds_in(self._parameters),
-                {**piece.state, PARAMETER: self._current_elements(piece)},
-            )
-            for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
-        ]
+        names: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for index, of_model in enumerate(self.modules.names):
+            for name, param_index in of_model.items():
+                names[param_index].append((index, name))
+        return {SHARDS: [self.own_pieces(names)]}
 
     def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
         if param_index not in self._values:

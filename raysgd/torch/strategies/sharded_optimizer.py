@@ -28,7 +28,9 @@ from raysgd.loop.feature import StatePlacement, UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
+    PARAMETER,
     Piece,
+    SavedPiece,
     ShardLayout,
     ShardUpdate,
     Transfer,
@@ -255,12 +257,20 @@ class OptimizerShards(UpdateFeature):
     def sync_initial_state(self) -> None:
         self._token = self._registered.collectives.broadcast(lambda: self._token, 0)
 
-    def own_pieces(self) -> list[tuple[Any, ...]]:
-        """Return this worker's pieces of the optimizer's state, and of sharded models."""
+    def own_pieces(self, names: Mapping[int, Any] | None = None) -> list[SavedPiece]:
+        """Return this worker's pieces of the optimizer's state, and of models with `names`."""
         return [
-            ((self._numbers[piece.param_index],), *piece.bounds_in(self._parameters), piece.state)
+            {
+                "number": self._numbers.get(piece.param_index),
+                "names": tuple(names[piece.param_index]) if names else (),
+                "start": piece.start,
+                "stop": piece.stop,
+                "shape": tuple(self._parameters[piece.param_index].shape),
+                "values": piece.state
+                | ({PARAMETER: self._current_elements(piece)} if names else {}),
+            }
             for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
-            if piece.state
+            if piece.state or names
         ]
 
     def export_shards(self) -> Any:

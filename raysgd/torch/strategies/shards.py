@@ -7,7 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -211,6 +211,17 @@ class ShardLayout:
 # ---- pieces of shards
 
 
+class SavedPiece(TypedDict):
+    """A piece in a state that a worker sends."""
+
+    number: int | None  # of the parameter in the optimizer, if that has it
+    names: Sequence[tuple[int, str]]  # of a sharded parameter: models by index, and names there
+    start: int
+    stop: int
+    shape: tuple[int, ...]  # of the parameter
+    values: dict[str, Any]  # of the optimizer; with `names`, the elements too, as `PARAMETER`
+
+
 @dataclass(eq=False)
 class Piece:
     """Consecutive elements of one parameter."""
@@ -226,10 +237,6 @@ class Piece:
     """The updated elements, within a step and until the update is committed."""
     base: torch.Tensor | None = None
     """The elements before the update. None if this worker has the complete parameter."""
-
-    def bounds_in(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int, tuple[int, ...]]:
-        """Return the first element, the exclusive end, and the shape of the parameter."""
-        return self.start, self.stop, tuple(parameters[self.param_index].shape)
 
     def message(self, start: int, stop: int, is_ahead: bool) -> tuple[Any, ...]:
         """Return a copy of some elements, as the fields of a piece.
@@ -266,7 +273,7 @@ def elements_of(value: Any, parameter: torch.Tensor, start: int, stop: int) -> A
 # ---- complete states
 
 
-def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def merge_shards(state: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a state with the shards of all workers into an unsharded state."""
     merged = dict(state)
     shards = merged.pop(SHARDS, None)
@@ -275,27 +282,28 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     merged["optimizers"] = [{**each, "state": {**each["state"]}} for each in state["optimizers"]]
     merged["models"] = [copy.copy(each) for each in state.get("models", ())]
     for optimizer, *pieces in zip(merged["optimizers"], *shards, strict=True):
-        for (number, *locations), values in _merge_pieces(itertools.chain(*pieces)).items():
-            for index, name in locations:
+        for (number, names), values in _merge_pieces(itertools.chain(*pieces)).items():
+            for index, name in names:
                 merged["models"][index][name] = values[PARAMETER]
             if own := {key: value for key, value in values.items() if key != PARAMETER}:
                 optimizer["state"][number] = own
     return merged
 
 
-def _merge_pieces(pieces: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
+def _merge_pieces(pieces: Iterable[SavedPiece]) -> dict[Any, dict[str, Any]]:
     merged: dict[Any, dict[str, Any]] = {}
     missing: dict[Any, int] = {}
-    for number, start, stop, shape, values in pieces:
-        of_parameter = merged.setdefault(number, {})
-        missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
-        for name, value in values.items():
+    for piece in pieces:
+        key, shape = (piece["number"], piece["names"]), torch.Size(piece["shape"])
+        of_parameter = merged.setdefault(key, {})
+        missing[key] = missing.get(key, shape.numel()) - (piece["stop"] - piece["start"])
+        for name, value in piece["values"].items():
             if not is_sharded(value):
                 of_parameter[name] = value
                 continue
             if name not in of_parameter:
                 of_parameter[name] = value.new_empty(shape)
-            flat(of_parameter[name])[start:stop].copy_(value)
+            flat(of_parameter[name])[piece["start"] : piece["stop"]].copy_(value)
     if any(missing.values()):
         raise CheckpointError("Cannot merge the workers' shards: they have gaps or overlap.")
     return merged

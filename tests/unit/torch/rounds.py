@@ -23,10 +23,10 @@ from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
-from raysgd.elastic.snapshots import with_shards
+from raysgd.elastic.snapshots import collect_shards
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
-from raysgd.torch.strategies.shards import ShardLayout, gather_state
+from raysgd.torch.strategies.shards import ShardLayout, merge_shards
 from tests.unit.torch import cases
 
 NUM_WORKERS = 4
@@ -429,7 +429,7 @@ class Player:
         held = [None] * dist.get_world_size()
         dist.all_gather_object(held, own)
         assert len({each["global_step"] for each in held}) == 1
-        return gather_state(with_shards(held))
+        return merge_shards(collect_shards(held))
 
 
 def check_equal(found, expected, place=""):

@@ -18,14 +18,14 @@ from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.cluster import large_values, serialization
-from raysgd.elastic.snapshots import with_shards
+from raysgd.elastic.snapshots import collect_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
-from raysgd.torch.strategies.shards import ShardLayout, gather_state, plan_transfers
+from raysgd.torch.strategies.shards import ShardLayout, merge_shards, plan_transfers
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import (
     HAS_FULL_SHARDING,
@@ -190,25 +190,25 @@ def test_each_worker_holds_only_its_share_of_the_state(process_group, monkeypatc
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     state = optimizer.state_dict()
-    shares = []
+    shards = []
     for rank in range(4):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         fresh = torch.optim.AdamW(parameters)
         fresh.load_state_dict(state)
-        shares.append(divided(fresh, copies=0).own_pieces())
+        shards.append(divided(fresh, copies=0).own_pieces())
         assert fresh.state_dict()["state"] == {}
-        held = sum(v.nbytes for part in shares[-1] for v in part[-1].values() if v.dim())
+        held = sum(v.nbytes for part in shards[-1] for v in part["values"].values() if v.dim())
         assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)
-    found = gather_state(
-        {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares]}
+    found = merge_shards(
+        {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shards]}
     )
     for number, of_parameter in state["state"].items():
         for name, value in of_parameter.items():
             assert torch.equal(found["optimizers"][0]["state"][number][name], value)
     with pytest.raises(CheckpointError, match="gaps or overlap"):
-        gather_state(
-            {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares[:3]]}
+        merge_shards(
+            {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shards[:3]]}
         )
 
 
@@ -270,7 +270,7 @@ def start(given, context=ALONE):
 
 
 def whole_state(runner):
-    return gather_state(with_shards([runner.state_dict()]))
+    return merge_shards(collect_shards([runner.state_dict()]))
 
 
 def load_late(runner, state):
@@ -293,7 +293,7 @@ def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new
         runner = start(Round(sharding=sharding))
         runner.handle(TrainRequest(call_number=0, until_step=3))
         state = copy.deepcopy(whole_state(runner))  # it shares memory with the runner
-        shards = copy.deepcopy(with_shards([runner.state_dict()]))
+        shards = copy.deepcopy(collect_shards([runner.state_dict()]))
         runner.handle(TrainRequest(call_number=0, until_step=5))
         later = copy.deepcopy(whole_state(runner))
         if is_new:  # as after a restart of all workers
