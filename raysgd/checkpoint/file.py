@@ -23,9 +23,9 @@ from raysgd.errors import CheckpointError
 
 REQUIRED = ("models", "optimizers", "epoch")
 """Keys that the state of every trainer has."""
-SHARDS = "shares"
-"""Key of the shards of models and optimizers: of one worker, or of all in a list by rank. It is the
-name in files, and has nothing to do with the shares of workers in a step."""
+SHARDS = "shards"
+"""Key of the shards of models and optimizers: of one worker, or of all in a list by rank. No file
+has it, because the driver merges shards before it writes a state."""
 _ADVICE = (
     "Turn it into numbers, strings, lists, dicts or torch tensors (a NumPy array: "
     "torch.from_numpy(array) or array.tolist()), or allow its type with "

@@ -455,8 +455,8 @@ class SimMember(WorkerHandle):
                 self.end("ok")
             elif self.is_at("restart_state"):
                 self._world.kept_by_driver = self.step
-                shares = {"shares": self.home.pid} if self.divided else {}
-                self.end("ok", {"global_step": self.step, **shares})
+                shards = {"shards": self.home.pid} if self.divided else {}
+                self.end("ok", {"global_step": self.step, **shards})
             elif self.is_at("load"):
                 self.step = task.request.state["global_step"]
                 self.weights = [self.step] * 2

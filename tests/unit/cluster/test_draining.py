@@ -132,7 +132,7 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
     ((_, _, _), (step, immediately, state), *_) = begun
     assert immediately
     assert step < 50
-    assert state == {"global_step": step, **({"shares": [0, 1]} if is_divided else {})}
+    assert state == {"global_step": step, **({"shards": [0, 1]} if is_divided else {})}
 
 
 @pytest.mark.parametrize(("left_s", "saves"), [(1.0, True), (60.0, False)])

@@ -76,12 +76,12 @@ def test_shards_of_one_step_are_fetched_together():
     keeper.request_newer({one: divided(4), other: divided(3)})
     assert one.asked == other.asked == []
     keeper.request_newer({one: divided(4), other: divided(4)})
-    one.send({"step": 4, "shares": "a"})
+    one.send({"step": 4, "shards": "a"})
     assert keeper.load() is None
-    other.send({"step": 4, "shares": "b"})
-    assert keeper.load() == {"step": 4, "shares": ["a", "b"]}
+    other.send({"step": 4, "shards": "b"})
+    assert keeper.load() == {"step": 4, "shards": ["a", "b"]}
     keeper.request_newer({one: divided(5), other: divided(5)})
-    one.send({"step": 5, "shares": "a"})
+    one.send({"step": 5, "shards": "a"})
     other.asked[-1].set_result(None)  # its snapshot is of a later step
     assert keeper.load()["step"] == 4
 

@@ -201,14 +201,14 @@ def test_each_worker_holds_only_its_share_of_the_state(process_group, monkeypatc
         held = sum(v.nbytes for part in shards[-1] for v in part["values"].values() if v.dim())
         assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)
     found = merge_shards(
-        {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shards]}
+        {"optimizers": [{**state, "state": {}}], "shards": [[each] for each in shards]}
     )
     for number, of_parameter in state["state"].items():
         for name, value in of_parameter.items():
             assert torch.equal(found["optimizers"][0]["state"][number][name], value)
     with pytest.raises(CheckpointError, match="gaps or overlap"):
         merge_shards(
-            {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shards[:3]]}
+            {"optimizers": [{**state, "state": {}}], "shards": [[each] for each in shards[:3]]}
         )
 
 
