@@ -169,10 +169,6 @@ class StatePlacement:
         """Return the entries of a state that each worker adds. `merge_shards` merges them."""
         return {}
 
-    def unsharded_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a complete state without what `load` takes, for all workers to load first."""
-        return state
-
     def load(self, state: Mapping[str, Any]) -> None:
         """Load this worker's shards from a complete state, after its other entries."""
 

@@ -82,7 +82,7 @@ class TorchStateAccess(StateAccess):
     merge_shards = staticmethod(merge_shards)
 
     def load(self, state: dict[str, Any]) -> None:
-        self._load(self._registered.placement.unsharded_state(state))
+        self._load(state)
         self._registered.placement.load(state)
 
     def copy_from(self, leader_rank: int, follows: bool) -> None:
@@ -196,6 +196,8 @@ class TorchStateAccess(StateAccess):
                     if kind == "optimizers":
                         load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
                         own = optimizer_state(each)
+                        if not self._registered.placement.is_unsharded(each):
+                            saved = {**saved, "state": {}}  # whose shards are loaded later
                     elif kind == "schedulers":
                         load = functools.partial(load_scheduler, each)
                         own = scheduler_state(each)

@@ -29,7 +29,7 @@ from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import Piece, ShardUpdate
-from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
+from raysgd.torch.tensors import copy_all, copy_to_cpu
 
 
 class FullyShardedModel(OptimizerShards, StatePlacement):
@@ -122,10 +122,6 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
 
     # ---- state of this worker
 
-    def unsharded_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        (of_optimizer,) = state["optimizers"]
-        return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
-
     def load(self, state: Mapping[str, Any]) -> None:
         """Load this worker's rows from complete states of models and optimizer."""
         (of_optimizer,) = state["optimizers"]
@@ -133,25 +129,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
         self._values = {
             index: saved[name] for names, saved in pairs for name, index in names.items()
         }
-        numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
-        states: dict[Any, Any] = {
-            parameter: dict(of_optimizer["state"][number])
-            for parameter, number in zip(parameters_of(self.optimizer), numbers, strict=True)
-            if number in of_optimizer["state"]
-        }
-        self.optimizer.state = defaultdict(dict, states)
-        self.shard_state()
-
-    def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if name == "step":  # on the CPU, unless a kernel increments it
-            groups = self.optimizer.param_groups
-            (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
-            counts = group.get("fused") or group.get("capturable")
-            return value.to(self._device, torch.float32) if counts else value
-        dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
-        return value.to(self._device, dtype)
+        self.load_state(of_optimizer)
 
     def shard_state(self) -> None:
         super().shard_state()

@@ -225,11 +225,17 @@ class OptimizerShards(UpdateFeature):
 
     # ---- state of this worker
 
-    def shard_state(self) -> None:
-        """Keep this worker's shards of the optimizer state.
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's shards from a complete state of the optimizer."""
+        numbers = [n for group in state["param_groups"] for n in group["params"]]
+        pairs = zip(parameters_of(self.optimizer), numbers, strict=True)
+        states = {p: dict(state["state"][n]) for p, n in pairs if n in state["state"]}
+        # As `load_state_dict` does last: this converts states of old versions.
+        self.optimizer.__setstate__({"state": defaultdict(dict, states)})
+        self.shard_state()
 
-        Every worker starts with the full state.
-        """
+    def shard_state(self) -> None:
+        """Keep this worker's shards of the full state of the optimizer, on the device."""
         full_state, layout = self.optimizer.state, self._layout
         self.optimizer.state = defaultdict(dict)
         self._pieces, self._buffers = [], {}
@@ -248,7 +254,15 @@ class OptimizerShards(UpdateFeature):
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         """Return a value of the state with the dtype and device that the optimizer needs."""
-        return value
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name == "step":  # on the CPU, unless a kernel increments it
+            groups = self.optimizer.param_groups
+            (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
+            counts = group.get("fused") or group.get("capturable")
+            return value.to(self._device, torch.float32) if counts else value
+        casts = is_sharded(value) and parameter.is_floating_point()
+        return value.to(self._device, parameter.dtype if casts else value.dtype)
 
     def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
         """Return elements of a parameter. None unless parameters are sharded too."""
@@ -367,5 +381,5 @@ class ShardedOptimizers(StatePlacement):
         return {SHARDS: [each.own_pieces() for each in self.features]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        for feature in self.features:
-            feature.shard_state()
+        for feature, saved in zip(self.features, state["optimizers"], strict=True):
+            feature.load_state(saved)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.nested import map_leaves
 from raysgd.backends import create_backend
 from raysgd.cluster import large_values, serialization
 from raysgd.elastic.snapshots import collect_shards
@@ -24,6 +25,7 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
+from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import ShardLayout, merge_shards, plan_transfers
 from raysgd.torch.train_state import TorchTrainState
@@ -183,33 +185,35 @@ def divided(optimizer, copies=None):
     return each
 
 
-def test_each_worker_holds_only_its_share_of_the_state(process_group, monkeypatch):
-    parameters = [torch.nn.Parameter(torch.randn(30, 70)), torch.nn.Parameter(torch.randn(11))]
-    optimizer = torch.optim.AdamW(parameters)
-    for parameter in parameters:
+def test_each_worker_holds_and_loads_only_its_share_of_the_state(process_group, monkeypatch):
+    model = with_parameter(weight=torch.randn(30, 70), bias=torch.randn(11))
+    optimizer, own = (torch.optim.AdamW(model.parameters()) for _ in "12")
+    for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     state = optimizer.state_dict()
+    arguments = {"models": model, "optimizers": own, **ON, "sharding_args": {"copies": 0}}
+    train_state = build(lambda: arguments, ALONE)._train_state
+    loaded = []
+    own.register_load_state_dict_pre_hook(lambda _, given: loaded.extend(given["state"]))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     shards = []
     for rank in range(4):
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        fresh = torch.optim.AdamW(parameters)
+        fresh = torch.optim.AdamW(model.parameters())
         fresh.load_state_dict(state)
         shards.append(divided(fresh, copies=0).own_pieces())
         assert fresh.state_dict()["state"] == {}
         held = sum(v.nbytes for part in shards[-1] for v in part["values"].values() if v.dim())
-        assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)
-    found = merge_shards(
-        {"optimizers": [{**state, "state": {}}], "shards": [[each] for each in shards]}
-    )
-    for number, of_parameter in state["state"].items():
-        for name, value in of_parameter.items():
-            assert torch.equal(found["optimizers"][0]["state"][number][name], value)
+        assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in model.parameters())
+        old = map_leaves(state, lambda x: x.item() if getattr(x, "shape", 0) == () else x)
+        TorchStateAccess(train_state).load({"models": [model.state_dict()], "optimizers": [old]})
+        check_equal(train_state.placement.own_state(), {"shards": [shards[-1]]})
+        assert not loaded  # whole tensors, which would be on the device
+    parts = {"optimizers": [{**state, "state": {}}], "shards": [[each] for each in shards]}
+    check_equal(merge_shards(parts)["optimizers"], [state])
     with pytest.raises(CheckpointError, match="gaps or overlap"):
-        merge_shards(
-            {"optimizers": [{**state, "state": {}}], "shards": [[each] for each in shards[:3]]}
-        )
+        merge_shards({**parts, "shards": parts["shards"][:3]})
 
 
 def test_schedulers_and_hooks_see_the_parameters_in_the_optimizer(process_group):
@@ -333,11 +337,6 @@ def with_parameter(**parameters):
     return model
 
 
-def muon():
-    model = torch.nn.Linear(2, 2, bias=False)
-    return {"models": model, "optimizers": torch.optim.Muon(model.parameters())}
-
-
 ON = {"sharding": "optimizer"}
 FULL = {"sharding": "full"}
 REFUSED = {
@@ -360,7 +359,10 @@ REFUSED = {
     'does not work with backend="horovod"': FULL,
     "at least 0": {**ON, "sharding_args": {"copies": -1}},
     "does not work with wrap_ddp=False": ON,
-    "cannot shard Muon": muon,
+    "cannot shard Muon": lambda: {
+        "models": (model := torch.nn.Linear(2, 2, bias=False)),
+        "optimizers": torch.optim.Muon(model.parameters()),
+    },
     "sparse gradients": lambda: with_sgd(torch.nn.Embedding(4, 2, sparse=True)),
     "1 parameters that are in no registered model": lambda: with_sgd(
         linear(), torch.nn.Parameter(torch.ones(2))
@@ -381,10 +383,8 @@ OPTIONS = {
     "said", [pytest.param(s, marks=[needs_horovod] * ("horovod" in s)) for s in REFUSED]
 )
 def test_register_refuses_what_cannot_be_sharded(process_group, said):
-    def given():
-        found = REFUSED[said]
-        return {**ON, **found()} if callable(found) else found
-
+    found = REFUSED[said]
+    given = (lambda: {**ON, **found()}) if callable(found) else (lambda: found)
     with pytest.raises((TypeError, ValueError), match=said):
         build(given, WorkerContext(), **OPTIONS.get(said, {}))
 
