@@ -1,11 +1,9 @@
 """A class with one subclass is often one class. Those that are two have a reason."""
 
 import ast
-from pathlib import Path
 
-import raysgd
+from tests.contracts.test_modes import files
 
-ROOT = Path(raysgd.__file__).parents[1]
 FOR_USERS = {"ImageClassifier", "text"}
 OF_TWO_LAYERS = {
     "BaseTrainable",  # TensorFlow has a class of its own, and PyTorch a function
@@ -19,8 +17,7 @@ VARIANTS = {"OptimizerShards", "Stream", "TorchCreators", "UserWrappedExchange"}
 
 
 def test_few_classes_have_exactly_one_subclass():
-    paths = [p for folder in ("raysgd", "operators") for p in (ROOT / folder).rglob("*.py")]
-    trees = [ast.parse(path.read_text()) for path in paths]
+    trees = list(map(ast.parse, files().values()))
     classes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     subclasses = {each.name: set() for each in classes}
     for each in classes:

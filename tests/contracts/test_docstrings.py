@@ -8,6 +8,7 @@ from tests.contracts.test_surface import MODULES
 
 FINDER = doctest.DocTestFinder()
 EXAMPLES = [test for module in MODULES for test in FINDER.find(module) if test.examples]
+assert len(EXAMPLES) > 5
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda test: test.name)
@@ -15,7 +16,3 @@ def test_an_example_gives_what_it_says(example, capsys):
     runner = doctest.DocTestRunner()
     runner.run(example)
     assert runner.failures == 0, capsys.readouterr().out
-
-
-def test_there_are_examples():
-    assert len(EXAMPLES) > 5

@@ -30,14 +30,10 @@ KINDS = [
 ]
 
 
-def example(kind):
-    return EXAMPLES.get(kind.__name__) or kind("what happened")
-
-
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda module: module.__name__)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_pickles_with_its_fields(kind, pickler):
-    error = example(kind)
+    error = EXAMPLES.get(kind.__name__) or kind("what happened")
     twin = pickle.loads(pickler.dumps(error))
     assert type(twin) is kind
     assert str(twin) == str(error)

@@ -1,4 +1,7 @@
-"""Only the files of a mode, and tables, name it. Only the file of updates assigns their fields."""
+"""Only the files of a mode, and tables, name it. Only the file of updates assigns their fields.
+
+Private names of libraries are in a table.
+"""
 
 import ast
 import re
@@ -17,6 +20,7 @@ ALLOWED = re.compile(
     r"torch/strategies/|(loop|torch|tf)/options\.py|(torch|tf)/trainer\.py"
     r"|tf/communication\.py|(comm|train|cli)/|raysgd/__init__\.py|horovod|equal_bits|shard"
 )
+OF_PYTHON = {"_asdict", "_current_frames", "_exit", "_getframe", "_internal", "_make", "_replace"}
 PORTS = {"GradientExchange", "StatePlacement"}
 
 
@@ -36,19 +40,13 @@ def test_no_other_file_names_a_mode():
     assert found == []
 
 
-def strategies():
-    """Return the names of the classes of strategies, which derive from the ports."""
+def test_no_other_code_asks_for_the_class_of_a_strategy():
     known, before = set(PORTS), set()
     trees = [ast.parse(text) for name, text in files().items() if "strategies/" in name]
     classes = [each for tree in trees for each in tree.body if isinstance(each, ast.ClassDef)]
-    while known != before:
+    while known != before:  # add the classes that derive from known ones
         before = set(known)
         known |= {c.name for c in classes if {ast.unparse(base) for base in c.bases} & known}
-    return known
-
-
-def test_no_other_code_asks_for_the_class_of_a_strategy():
-    known = strategies()
     assert len(known) > 8
     for name, text in files().items():
         if "torch/strategies/" in name:
@@ -65,3 +63,13 @@ def test_no_other_file_assigns_a_field_of_an_update():
     nodes = [(name, each) for name, tree in trees.items() for each in ast.walk(tree)]
     stored = [(f, ast.unparse(n)) for f, n in nodes if type(getattr(n, "ctx", 0)) is ast.Store]
     assert [each for each in stored if fields.search(each[1])] == []
+
+
+def test_a_decision_lists_the_private_names_of_libraries():
+    code, table = files(), (ROOT / "docs/adr/0041-private-names-of-libraries.md").read_text()
+    used = set(re.findall(r"[\w)\]]\.(_[a-z]\w*)", text := "\n".join(code.values())))
+    own = set(re.findall(r"(?:(?:def|class) |(?:self|cls)\.|^ *)(_\w+)", text, re.M))
+    assert used - own - OF_PYTHON <= set(re.findall(r"`(_\w+)`", table))
+    for names, paths in re.findall(r"^\| (`.*?) \| (`.*?) \|", table, re.M):
+        of_row = "".join(code[f"raysgd/{path}"] for path in re.findall("`([^`]+)`", paths))
+        assert [name for name in re.findall("`([^`]+)`", names) if name not in of_row] == []
