@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
@@ -46,6 +47,15 @@ class MicroBatchMetrics(NamedTuple):
     ends_step: bool
 
 
+class UpdateState(Enum):
+    """The states of an update, and what follows each."""
+
+    CLOSED = auto()  # OPEN, by `begin_micro_batch`
+    OPEN = auto()  # OPEN, COMMITTING by `begin_commit`, or CLOSED by `reset`
+    COMMITTING = auto()  # COMMITTED by `commit`, or CLOSED by `reset` after a roll-back
+    COMMITTED = auto()  # CLOSED, by `reset`
+
+
 _NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
 
 
@@ -54,16 +64,7 @@ class Update:
 
     The loop begins each micro-batch, and passes the update to the hooks of all features. Without a
     loop, each batch has its own, which never opens. Each worker has one object, and `reset`
-    prepares it for the next update. Its states:
-
-    ==========  ==============================  =================================================
-    state       fields                          what follows
-    ==========  ==============================  =================================================
-    CLOSED      ``index == -1``                 OPEN, by `begin_micro_batch`
-    OPEN        ``index >= 0``                  OPEN, COMMITTING by `begin_commit`, or `reset`
-    COMMITTING  ``index >= 0, is_committing``   COMMITTED by `commit`, or `reset` after a roll-back
-    COMMITTED   ``index == -1, is_committing``  CLOSED, by `reset`
-    ==========  ==============================  =================================================
+    prepares it for the next update.
 
     What happens between a backward pass and the commit. An update of one micro-batch may repeat
     backward passes and steps, for other losses and optimizers:
@@ -97,12 +98,12 @@ class Update:
 
     def reset(self, plan: UpdatePlan = _NO_PLAN) -> None:
         """Forget the update, so that the next one can begin, with this plan."""
-        self.is_committing = False  # features may refuse the update, or have refused it
+        self.state = UpdateState.CLOSED
         self.plan = plan
         self.split = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
-        self.index = -1  # of the current micro-batch; -1 unless the update is open
+        self.index = -1  # of the current micro-batch; -1 before the first
         self.micro_batch, self.in_last_micro_batch = _NO_BATCH, True
         self.loss_weights.reset()
         self.optimizer_steps.reset()
@@ -110,7 +111,7 @@ class Update:
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
         self.index += 1
-        self.is_committing = False
+        self.state = UpdateState.OPEN
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.split = max(self.split, micro_batch.num_in_batch)
         self.optimizer_steps.requested = set()
@@ -120,7 +121,7 @@ class Update:
     @property
     def is_open(self) -> bool:
         """Whether it has batches, and was neither committed nor undone."""
-        return self.index >= 0
+        return self.state in (UpdateState.OPEN, UpdateState.COMMITTING)
 
     @property
     def num_planned(self) -> int:
@@ -149,7 +150,7 @@ class Update:
         after a feature has refused it            -              -              it is undone
         ========================================  =============  =============  =============
         """
-        is_done = self.index >= 0 and not self.is_committing and self.in_last_micro_batch
+        is_done = self.state is UpdateState.OPEN and self.in_last_micro_batch
         return is_done and (not raised or self.optimizer_steps.are_complete)
 
     def hold_metrics(self, metrics: Iterable[MicroBatchMetrics]) -> None:
@@ -159,8 +160,7 @@ class Update:
     def release_metrics(self) -> list[MicroBatchMetrics]:
         """Return the held metrics, which count now. Numbers of a bad step count for no samples."""
         held, self.held_metrics = self.held_metrics, []
-        bad = held if self.is_committing and self.bad_step is not None else ()
-        for index, (metrics, _, ends_step) in enumerate(bad):
+        for index, (metrics, _, ends_step) in enumerate(held if self.bad_step is not None else ()):
             kept = {k: v for k, v in metrics.items() if is_numeric(v) and not getattr(v, "ndim", 0)}
             held[index] = MicroBatchMetrics(kept, 0, ends_step)
         return held
@@ -179,11 +179,11 @@ class Update:
 
     def begin_commit(self) -> None:
         """Let features refuse the update, before `commit`."""
-        self.is_committing = True
+        self.state = UpdateState.COMMITTING
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
-        self.index = -1
+        self.state = UpdateState.COMMITTED
         for key, count in self.optimizer_steps.counts.items():
             if count > self.optimizer_steps.usual_counts.get(key, count):
                 self.optimizer_steps.usual_counts[key] = count
@@ -220,7 +220,7 @@ class OptimizerSteps:
         weights, self.running_optimizer = self._update.loss_weights, None
         self.are_skipped = not weights.divisor and (self.are_skipped or not self.counts)
         weights.awaits_count = weights.awaits_count or not weights.num_earlier
-        self.came_late = self._update.index < 0
+        self.came_late = self._update.state is UpdateState.CLOSED
         if not self.came_late:
             self.counts[id(optimizer)] += 1
 
@@ -329,7 +329,7 @@ class LossWeights:
                 micro-batches, or if user code counts items only for some batches of an update.
         """
         update = self._update
-        if update.index < 0:
+        if update.state is UpdateState.CLOSED:
             self.reset()
         self.has_loss = True
         if count.is_sum:

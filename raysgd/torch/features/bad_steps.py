@@ -12,7 +12,7 @@ import torch
 
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import UpdateFeature
-from raysgd.loop.update import Factors, Update
+from raysgd.loop.update import Factors, Update, UpdateState
 from raysgd.torch.options import BadSteps
 from raysgd.torch.registered import RegisteredObjects
 
@@ -53,7 +53,7 @@ class BadStepFilter(UpdateFeature):
 
     def filter_loss(self, update: Update, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
         """Return a loss of the same value whose gradients are NaN if it is not finite."""
-        if update.index < 0:  # outside of the loop, no update is left out
+        if update.state is UpdateState.CLOSED:  # outside of the loop, no update is left out
             return loss
         value = loss.detach()
         poison, term = value * 0, value.double() * factors.loss
@@ -63,7 +63,7 @@ class BadStepFilter(UpdateFeature):
         return loss * (poison + 1)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
-        if update.index < 0:
+        if update.state is UpdateState.CLOSED:
             return
         registered, spike = self._registered, self._options.spike
         precision, exchange = registered.precision, registered.exchange
