@@ -115,8 +115,7 @@ class Update:
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.split = max(self.split, micro_batch.num_in_batch)
         self.optimizer_steps.requested = set()
-        self.loss_weights.num_earlier += self.loss_weights.has_loss
-        self.loss_weights.has_loss, self.loss_weights.awaits_count = False, True
+        self.loss_weights.begin_micro_batch()
 
     @property
     def is_open(self) -> bool:
@@ -219,7 +218,7 @@ class OptimizerSteps:
         """End a step of an optimizer, also one that was skipped."""
         weights, self.running_optimizer = self._update.loss_weights, None
         self.are_skipped = not weights.divisor and (self.are_skipped or not self.counts)
-        weights.awaits_count = weights.awaits_count or not weights.num_earlier
+        weights.end_optimizer_step()
         self.came_late = self._update.state is UpdateState.CLOSED
         if not self.came_late:
             self.counts[id(optimizer)] += 1
@@ -302,6 +301,16 @@ class LossWeights:
         that the next optimizer step is skipped."""
         self.awaits_count = True  # the next loss sets the count of the micro-batch
         self._count, self._items, self._items_so_far = LossCount(), 0.0, 0.0  # up to the newest
+
+    def begin_micro_batch(self) -> None:
+        """Begin a micro-batch, whose first loss sets its count."""
+        self.num_earlier += self.has_loss
+        self.has_loss, self.awaits_count = False, True
+
+    def end_optimizer_step(self) -> None:
+        """Let the next loss, which may be for another optimizer, set the count again."""
+        # With earlier micro-batches, the losses of all optimizers share the count of the first.
+        self.awaits_count = self.awaits_count or not self.num_earlier
 
     def begin_generation(self) -> None:
         """Forget the expected total, because new workers must use the same number."""

@@ -44,8 +44,8 @@ class Schedules(UpdateFeature):
 
     def begin_micro_batch(self, update: Update) -> None:
         """Undo and reject a scheduler step that `train_batch` makes in each micro-batch."""
-        registered, is_split = self._registered, update.is_split
-        if not registered.schedulers or not (is_split or update.optimizer_steps.need_copies):
+        registered = self._registered
+        if not registered.schedulers or not (update.is_split or update.optimizer_steps.need_copies):
             return
         groups = [group for o in registered.optimizers for group in o.param_groups]
         if self._states is None:
@@ -55,7 +55,7 @@ class Schedules(UpdateFeature):
             return
         before = self._last_epochs
         self._record_epochs()
-        if is_split and self._last_epochs != before:
+        if update.is_split and self._last_epochs != before:
             self._restore()
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
