@@ -27,7 +27,6 @@ ORDERS = (
     ("exchange", "BufferCopies", "commit: it may restore buffers"),
     ("BadStepFilter", "GradientNorms", "before_optimizer_step: it judges unclipped gradients"),
     ("BadStepFilter", "Rollback", "before_optimizer_step: it says what to restore"),
-    ("BadStepFilter", "BufferCopies", "commit: it restores the buffers of a bad step"),
     ("exchange", "ReplicaGuard", "sync_initial_state, sync_buffers: all have equal buffers first"),
     ("BufferCopies", "ReplicaGuard", "receive: all have equal buffers first"),
 )

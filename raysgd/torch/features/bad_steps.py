@@ -115,7 +115,6 @@ class BadStepFilter(UpdateFeature):
     def commit(self, update: Update) -> None:
         if update.bad_step is not None:
             self.bad_steps.append(update.bad_step)
-            self._registered.buffer_copies.roll_back(update)
         elif self._loss is not None:
             self._losses.append(self._loss)
 

@@ -165,6 +165,8 @@ class BufferCopies(UpdateFeature):
         self.take()  # user code may have changed them between calls
 
     def commit(self, update: Update) -> None:
+        if update.bad_step is not None:  # nothing of the update is applied
+            self.write(self.values)
         self.take()
 
     def take(self) -> None:

@@ -167,7 +167,8 @@ class EqualBitsExchange(GroupExchange):
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            self._registered.buffer_copies.roll_back(update)
+            copies = self._registered.buffer_copies
+            copies.write(copies.values)  # a step without an update keeps no statistics
         self._clear()
 
     def roll_back(self, update: Update) -> None:
