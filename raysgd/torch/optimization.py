@@ -64,6 +64,7 @@ class Optimization(UpdateFeature):
         self._registered, self._update, self._checks = registered, registered.update, checks
         self._accumulated = AccumulatedGradients()
         self._in_optimizer_step = False  # and not in ``optimizer.step()`` of user code
+        self._has_stepped = False  # an optimizer, or one that it wraps
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
 
@@ -75,7 +76,7 @@ class Optimization(UpdateFeature):
         """
         optimizers, num_batches = self._registered.optimizers, self._registered.accumulation_steps
         if num_batches > 1:
-            self._checks.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
+            self.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._step_pre_hook)
             optimizer.register_step_post_hook(self._step_post_hook)
@@ -189,18 +190,18 @@ class Optimization(UpdateFeature):
 
     def _step_post_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._registered.optimizers:
-            self._checks.has_stepped = True
+            self._has_stepped = True
             self._update.optimizer_steps.end(optimizer)
             if not self._in_optimizer_step:
                 self._registered.timing.begin(OTHER)
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._checks.has_stepped = True
+        self._has_stepped = True
         if self._update.optimizer_steps.running_optimizer is None:  # in a method such as SAM's
             self._checks.check_direct_step(optimizer)
         self._registered.exchange.complete_gradients(optimizer)
 
-    # ---- the end of an update
+    # ---- the end of an update, and of a call
 
     def commit(self, update: Update) -> None:
         self._accumulated = AccumulatedGradients()
@@ -213,6 +214,14 @@ class Optimization(UpdateFeature):
     def roll_back(self, update: Update) -> None:
         self._accumulated = AccumulatedGradients()
         self._zero_gradients()
+
+    def end_call(self) -> None:
+        if self._registered.position.global_step and not self._has_stepped:
+            self._registered.warn_once(
+                "no step",
+                "No registered optimizer has made a step, so nothing is trained. Call self."
+                "backward(loss) and self.optimizer_step(optimizer) in train_batch.",
+            )
 
     def _zero_gradients(self) -> None:
         for optimizer in self._registered.optimizers:

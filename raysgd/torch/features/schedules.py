@@ -27,7 +27,7 @@ class Schedules(UpdateFeature):
         if is_skipped or not update.micro_batch.ends_step:
             return
         if update.in_last_micro_batch:
-            self._checks.before_commit(update)
+            self._checks.check_stepped(update)
         for scheduler in self._registered.schedulers:
             scheduler.step()
         self._record_epochs()

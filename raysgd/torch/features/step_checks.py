@@ -34,7 +34,6 @@ class StepChecks(UpdateFeature):
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them
         self._collective = ""  # that train_batch calls
-        self.has_stepped = False  # an optimizer, or one that it wraps
         if registered.settings.context.distributed:
             collectives.watch_user_code(self._refuse_collective)
 
@@ -46,10 +45,12 @@ class StepChecks(UpdateFeature):
             self._refuse_split(_NO_BACKWARD)
         self._watch_gradients(self._precision.scales_loss)
 
-    def before_commit(self, update: Update) -> None:
+    def check_stepped(self, update: Update) -> None:
         """Reject an update of several micro-batches without a step of an optimizer."""
         if update.loss_weights.num_earlier and not update.optimizer_steps.counts:
             self._reject("train_batch makes no update in the last batch of a group")
+
+    before_commit = check_stepped
 
     def commit(self, update: Update) -> None:
         self._watched.clear()
@@ -70,14 +71,6 @@ class StepChecks(UpdateFeature):
                 'Or use drop_last=True, and ElasticConfig(global_batch="scale", shares="even").',
                 registered.position.global_step,
                 why,
-            )
-
-    def end_call(self) -> None:
-        if self._registered.position.global_step and not self.has_stepped:
-            self._registered.warn_once(
-                "no step",
-                "No registered optimizer has made a step, so nothing is trained. Call self."
-                "backward(loss) and self.optimizer_step(optimizer) in train_batch.",
             )
 
     def roll_back(self, update: Update) -> None:
@@ -158,7 +151,9 @@ class StepChecks(UpdateFeature):
                 "not have. Override train_batch, and call self.optimizer.step(closure) in it."
             )
         if self._watched and self._have_changed(optimizer):
-            why = self.why_optimizer_step or self._precision.name
+            num_batches = self._registered.accumulation_steps
+            accumulation = f"gradient_accumulation_steps={num_batches}"
+            why = accumulation if num_batches > 1 else self._precision.name
             raise RuntimeError(
                 "train_batch changes gradients between self.backward(loss) and self.optimizer_step("
                 f"optimizer). With {why}, they are not final there. Clip with "
@@ -212,10 +207,11 @@ class StepChecks(UpdateFeature):
     def _reject(self, why: str) -> None:
         self._refuse_split(why)
         if not self._update.has_one_micro_batch:
+            num_batches = self._registered.accumulation_steps
             raise RuntimeError(
-                f"{why}. With {self.why_optimizer_step}, call self.backward(loss) and "
-                "self.optimizer_step(optimizer) once for every batch. For a batch without a loss, "
-                "pass num_samples=0, and pass the number of samples for all other batches."
+                f"{why}. With gradient_accumulation_steps={num_batches}, call self.backward(loss) "
+                "and self.optimizer_step(optimizer) once for every batch. For a batch without a "
+                "loss, pass num_samples=0, and pass the number of samples for all other batches."
             )
 
 
