@@ -59,7 +59,9 @@ class UpdateFeature:
     def receive(self, leader_rank: int) -> Callable[[], None]:
         """Receive state of the leader that the training state lacks. Every rank must call this.
 
-        Return a function that loads the received state. Only ranks that follow the leader call it.
+        Return a function that loads the received state. Ranks that follow the leader call it when
+        all state has arrived. Features of a placement with shards keep these here: all ranks, also
+        the leader, get other shards, and release their old ones when each rank has its new ones.
         """
         return lambda: None
 

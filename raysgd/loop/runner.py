@@ -71,15 +71,14 @@ class OperatorRunner(Runner, ABC):
     def _load_from_leader(self, leader_rank: int) -> Mapping[str, Any] | None:
         """Load the state of the leader, and return its small entries. Return None on the leader.
 
-        The leader first sends the small entries in one message, then the models and optimizers if
-        they differ, then buffers. Shards come from all workers. The others load them in this order:
+        The small entries arrive first, in one message of the leader. Models and optimizers follow
+        if they differ, then buffers, and last shards, from all workers. ``batching``,
+        ``why_not_split``, and shards are applied on arrival. The others are applied when all have
+        arrived, because the leader may be lost meanwhile, in this order:
 
         ================================  ====================================  ==========
         entry of the state                loaded by                             on
         ================================  ====================================  ==========
-        ``batching``                      `DataSources.set_batch_size`          all others
-        ``why_not_split``                 `MicroBatching`                       all others
-        shards                            `UpdateFeature.receive`               all
         schedulers, optimizers, models,   `StateAccess.copy_from`               followers
         and the entries of features
         buffers                           `UpdateFeature.receive`               followers
