@@ -187,8 +187,7 @@ class Loop:
         elif position.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.began_at = position.global_step
         position.call_began_at = call.began_at
-        train_state.keeps_modes = call.has_paused
-        train_state.user_set_step = train_state.meters = None
+        train_state.begin_segment(keeps_modes=call.has_paused)
         call.has_paused = False
         self.snapshots.maybe_take(is_collective=True)
         train_state.resume_modes()

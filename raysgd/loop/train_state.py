@@ -62,8 +62,8 @@ class TrainState(ABC):
         self.timing = StepTiming()
         self.is_new = False  # joins the group, and does not have its state yet
         self.position = Position(seed)
-        # The segment in progress. The loop sets these.
-        self.segment: Any = None  # a `Segment`, or None between segments
+        # Of the segment in progress. `begin_segment` resets all but the first.
+        self.segment: Any = None  # a `Segment`, whose file imports this one; None between segments
         self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
         # Committed steps when user code set the global step, and the value that it set.
         self.user_set_step: tuple[int, int] | None = None
@@ -83,10 +83,8 @@ class TrainState(ABC):
         """Set the features in the order of their hooks. Most features override few hooks."""
         self.features[:] = features
         for hook in UPDATE_HOOKS:
-            default = getattr(UpdateFeature, hook)
-            self.features_with[hook] = [
-                f for f in features if getattr(type(f), hook) is not default
-            ]
+            base = getattr(UpdateFeature, hook)
+            self.features_with[hook] = [f for f in features if getattr(type(f), hook) is not base]
 
     # ---- position
 
@@ -120,6 +118,10 @@ class TrainState(ABC):
         self.data.reseed(seed, loader_seeds or {})
 
     # ---- steps
+
+    def begin_segment(self, keeps_modes: bool) -> None:
+        """Prepare for a segment. After a pause, models keep their train or eval modes."""
+        self.keeps_modes, self.user_set_step, self.meters = keeps_modes, None, None
 
     def end_segment(self) -> None:
         self.segment = None
@@ -236,7 +238,7 @@ class TrainState(ABC):
         return 0
 
     def begin_generation(self, context: WorkerContext) -> None:
-        self.is_new = self.is_new or self.context.is_alone
+        self.is_new = self.is_new or self.context.is_alone  # in the context that ends here
         self.settings.context = context
         self.update.loss_weights.begin_generation()
         self.data.repartition()
