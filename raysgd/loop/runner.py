@@ -56,8 +56,7 @@ class OperatorRunner(Runner, ABC):
         train_state.begin_generation(context)
         state = self._load_from_leader(leader_rank) if context.distributed else None
         train_state.is_new = False
-        has_moved = train_state.saved_position() != position
-        if has_moved or loop.source.is_partitioned:
+        if train_state.saved_position() != position or loop.source.is_partitioned:
             loop.restart_iteration()  # otherwise, the loop continues to read the same batches
         if not train_state.holdings.is_complete:
             loop.snapshots.clear()

@@ -124,8 +124,7 @@ class KerasOptimization(UpdateFeature):
         if not update.in_last_micro_batch:
             return
         lacks_gradient = any(gradient is None for gradient in gradients)
-        any_lacks_gradient = _check_same_update(self._train_state, variables, lacks_gradient)
-        if any_lacks_gradient:
+        if _check_same_update(self._train_state, variables, lacks_gradient):  # of any worker
             gradients = collectives.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = collectives.mean([gradient for gradient, _ in pairs])

@@ -29,8 +29,7 @@ class MeanLoss:
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
         tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
-        values = self.compiled.compute_loss(None, *tensors)
-        return tf.reduce_mean(tf.cast(values, tf.float32))
+        return tf.reduce_mean(tf.cast(self.compiled.compute_loss(None, *tensors), tf.float32))
 
 
 class BatchLosses:
@@ -279,8 +278,7 @@ class KerasMetric(MergeableMetric):
 
     def merge(self, other: KerasMetric) -> KerasMetric:
         merged = copy.copy(self)
-        pairs = zip(self._sums, other._sums, strict=True)
-        merged._sums = [left + right for left, right in pairs]
+        merged._sums = [a + b for a, b in zip(self._sums, other._sums, strict=True)]
         return merged
 
     def compute(self) -> Any:

@@ -140,8 +140,7 @@ class ArraySource(PartitionedSource):
             ends = leaf[[0, -1]] if len(leaf) else leaf
             # The bytes of Python objects are addresses.
             digest.update(repr(ends.tolist()).encode() if ends.dtype.hasobject else ends.tobytes())
-        content = digest.hexdigest()[:8]
-        return f"{self._partition.epoch_size} samples, arrays {content}"
+        return f"{self._partition.epoch_size} samples, arrays {digest.hexdigest()[:8]}"
 
 
 class DatasetSource(PartitionedSource):

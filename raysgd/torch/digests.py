@@ -76,8 +76,7 @@ def has_bits(tensor: torch.Tensor) -> bool:
 
 
 def _concatenate(sections: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
-    padding = sections[0].new_zeros(-num_bytes % 8)
-    return torch.cat([*sections, padding]).view(torch.int64)
+    return torch.cat([*sections, sections[0].new_zeros(-num_bytes % 8)]).view(torch.int64)
 
 
 def fingerprint(state: Any) -> bytes:

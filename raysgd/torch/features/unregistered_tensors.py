@@ -41,8 +41,7 @@ class UnregisteredTensors(UpdateFeature):
 
     def _registered_ids(self) -> set[int]:
         registered = self._registered
-        models, optimizers = registered.models, registered.optimizers
-        return set(map(_key, (*models, *optimizers, *registered.schedulers)))
+        return set(map(_key, (*registered.models, *registered.optimizers, *registered.schedulers)))
 
     def begin_call(self, logs_steps: bool) -> None:
         registered = self._registered_ids()
@@ -101,8 +100,7 @@ class UnregisteredTensors(UpdateFeature):
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
             elif isinstance(value, torch.nn.Module) and not is_metric(value):
-                named = (*value.named_parameters(name), *value.named_buffers(name))
-                tensors.update(named)
+                tensors.update((*value.named_parameters(name), *value.named_buffers(name)))
         registered = {
             id(tensor)
             for model in self._registered.models

@@ -23,8 +23,7 @@ class Reduced(MergeableMetric):
         self._value = value.detach().double() if isinstance(value, torch.Tensor) else value
 
     def merge(self, other: Reduced) -> Reduced:
-        merged = REDUCTIONS[self._reduce_fx](self._value, other._value)
-        return Reduced(self._reduce_fx, merged)
+        return Reduced(self._reduce_fx, REDUCTIONS[self._reduce_fx](self._value, other._value))
 
     def compute(self) -> float:
         return float(self._value)

@@ -155,8 +155,7 @@ class EqualBitsExchange(GroupExchange):
         if self._stepped:
             self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
-            step = self._registered.position.global_step
-            raise RuntimeError(_SHARDS_DIFFER.format(_MODE, step))
+            raise RuntimeError(_SHARDS_DIFFER.format(_MODE, self._registered.position.global_step))
         self._stepped, self._stepped_before = [], self._stepped
 
     def before_commit(self, update: Update) -> None:
@@ -343,8 +342,7 @@ class EqualBitsBuffers:
             for kind in (_MEAN, _COPY, _OBJECT)
         )
         if means:
-            total = self._mean_change(means, partition)
-            for i, change in zip(means, total, strict=True):
+            for i, change in zip(means, self._mean_change(means, partition), strict=True):
                 merged[i] = before[i] + change
         if others:
             values: Any = torch.cat([first[i].reshape(-1).to(torch.int64) for i in others])
@@ -369,9 +367,8 @@ class EqualBitsBuffers:
         before: list[Any] = self._registered.buffer_copies.values
         plan, owned, tree = self._registered.update.plan, partition.owned_parts, TreeSum()
         for position, part in enumerate(owned):
-            num_samples = sum(
-                m.num_samples or 0 for m in plan.micro_batches[position :: len(owned)]
-            )
+            of_part = plan.micro_batches[position :: len(owned)]
+            num_samples = sum(each.num_samples or 0 for each in of_part)
             after: list[Any] = self._stored.get(part, before)
             weight = num_samples / (plan.total_samples or 1)
             tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])

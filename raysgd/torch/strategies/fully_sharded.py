@@ -51,8 +51,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
                 f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
             )
         if registered.micro_batching.batch_norms:
-            why = "batch normalization may need fewer parts on some workers"
-            registered.refuse_split(why)
+            registered.refuse_split("batch normalization may need fewer parts on some workers")
         models, (optimizer,) = registered.models, registered.optimizers
         device, precision = registered.device, registered.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None

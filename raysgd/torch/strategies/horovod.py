@@ -85,5 +85,4 @@ class HorovodExchange(GroupExchange):
         for distributed in self._distributed.values():
             distributed._handles.clear()
             for parameter in distributed._allreduce_delay:
-                passes = distributed.backward_passes_per_step
-                distributed._allreduce_delay[parameter] = passes
+                distributed._allreduce_delay[parameter] = distributed.backward_passes_per_step

@@ -53,8 +53,7 @@ class GroupExchange(GradientExchange):
     )
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
-        models = self._registered.models
-        self._dtypes = {p: p.dtype for model in models for p in model.parameters()}
+        self._dtypes = {p: p.dtype for m in self._registered.models for p in m.parameters()}
         # Also sets up subclasses. `build_operator` calls it again with the wrappers of `setup`.
         self.use_wrappers(())
 
@@ -237,8 +236,7 @@ def broadcast_models(registered: RegisteredObjects) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
     tensors = [t.detach() for m in registered.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-    digest = int.from_bytes(fingerprint(tensors)[:7])
-    if not registered.collectives.all_ranks_equal(digest):
+    if not registered.collectives.all_ranks_equal(int.from_bytes(fingerprint(tensors)[:7])):
         received = registered.collectives.broadcast(lambda: tensors, 0)
         for own, value in zip(tensors, received, strict=False):
             if own.shape == value.shape:  # a buffer of another shape is a cache

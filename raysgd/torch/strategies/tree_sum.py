@@ -81,8 +81,7 @@ def sum_over_workers(
     shapes = tree.roots[0][2]
     for ids in _messages(shapes):
         rows = torch.stack([torch.cat([t[i].reshape(-1) for i in ids]) for _, _, t in tree.roots])
-        total = _exchange(rows, layout)
-        values = total.split([shapes[i].numel() for i in ids])
+        values = _exchange(rows, layout).split([shapes[i].numel() for i in ids])
         summed += [value.view(shapes[i].shape) for value, i in zip(values, ids, strict=True)]
     return summed
 
