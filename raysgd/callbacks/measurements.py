@@ -17,6 +17,7 @@ import psutil
 from raysgd._internal.arguments import as_int
 from raysgd.callbacks.base import Callback, Trainer, logdir_of
 from raysgd.errors import WorkerLostError
+from raysgd.metrics import learning_rates
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class LearningRateLogger(_Measurement):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        return dict(trainer.apply_all_operators(lambda op: op._learning_rates())[0])
+        rates = trainer.apply_all_operators(lambda op: learning_rates(op._train_state.optimizers))
+        return dict(rates[0])
 
 
 class ModelSummary(Callback):
@@ -98,7 +100,7 @@ class ModelSummary(Callback):
 
 def _summary(operator: Any) -> str:
     """Return a table of an operator's models. Runs on the worker."""
-    models = operator._given_models()
+    models = operator._train_state.given_models
     lines: list[str] = []
     if not hasattr(operator, "unwrapped"):  # of Keras
         for model in models:

@@ -87,7 +87,8 @@ def write_state(state: Mapping[str, Any], label: str, file: IO[bytes]) -> None:
             "has NaN or infinity. Earlier checkpoints stay."
         )
     state = map_leaves(dict(state), _loadable)
-    if _holds_arrays(state):
+    found = [each for _, each in named_arrays([state.get("models"), state.get("optimizers")])]
+    if found and all(isinstance(each, np.ndarray) for each in found):  # and no tensors
         arrays.write(state, file)
         return
     operator = f"operator on worker 0 after step {state.get('global_step')}"
@@ -237,12 +238,6 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
             "does not end like a pickle."
         )
     return blob, manifest
-
-
-def _holds_arrays(state: Mapping[str, Any]) -> bool:
-    """Return whether the models and optimizers contain NumPy arrays and no tensors."""
-    found = [each for _, each in named_arrays([state.get("models"), state.get("optimizers")])]
-    return bool(found) and all(isinstance(each, np.ndarray) for each in found)
 
 
 def _torch() -> Any:

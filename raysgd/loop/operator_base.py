@@ -16,7 +16,7 @@ from raysgd._internal.timers import TimerCollection
 from raysgd.loop.segment import Segment
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.update import MicroBatchMetrics
-from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, learning_rates, on_cpu
+from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, on_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -161,12 +161,6 @@ class OperatorBase:
 
     # ---- for callbacks
 
-    def _given_models(self) -> list[Any]:
-        return self._train_state.given_models
-
-    def _learning_rates(self) -> dict[str, float]:
-        return learning_rates(self._train_state.optimizers)
-
     # ---- for subclasses
 
     def _eval_mode(self) -> contextlib.AbstractContextManager[object]:
@@ -227,7 +221,7 @@ class OperatorBase:
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""
         train_state, kind = self._train_state, type(self).__name__
-        models, optimizers = self._given_models(), train_state.optimizers
+        models, optimizers = train_state.given_models, train_state.optimizers
         for what, objects in (("models", models), ("optimizers", optimizers)):
             if len(objects) > 1:
                 raise RuntimeError(

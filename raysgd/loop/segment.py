@@ -139,7 +139,13 @@ class Segment:
             self._ahead = _NOTHING
         if self._ahead is _NOTHING:
             self._is_exhausted = True
-            self._check_length()
+            context, taken = self._train_state.context, self.num_steps + len(self._drawn)
+            if self.steps_left is not None and context.world_size > 1:
+                raise RuntimeError(
+                    f"The train loader of worker {context.world_rank} ended after {taken} of "
+                    f"{self.steps_left} batches, and other workers would wait for more. Correct or "
+                    "remove __len__ of the loader. Its data set must not raise StopIteration."
+                )
 
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
@@ -148,17 +154,6 @@ class Segment:
         if source.change_partition(may_split=self.may_split) or source.unread is None:
             source.unread = source.batches(position.epoch, position.offset, self.read_limit)
         return source.unread
-
-    def _check_length(self) -> None:
-        train_state = self._train_state
-        if self.steps_left is None or train_state.context.world_size == 1:
-            return
-        taken = self.num_steps + len(self._drawn)
-        raise RuntimeError(
-            f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
-            f"of {self.steps_left} batches, and other workers would wait for more. Correct or "
-            "remove __len__ of the loader. Its data set must not raise StopIteration."
-        )
 
     def _plan_batch(self) -> MicroBatch:
         """Return the plan of the newest batch. The first batch plans the whole update."""

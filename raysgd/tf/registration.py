@@ -45,8 +45,13 @@ def register(
             )
     train_state.optimizers = [_as_optimizer(train_state, each) for each in as_list(optimizers)]
     train_state.update.optimizer_steps.expect(train_state.optimizers)
-    class_weight = _as_class_weight(class_weight)
-    train_state.losses = BatchLosses(model, criterion, metrics, class_weight)
+    class_weights = as_dict("register", "class_weight", class_weight)
+    if texts := [key for key in class_weights if isinstance(key, str)]:
+        raise TypeError(
+            f"register(class_weight={class_weight!r}): keys must be numbers of classes, such as 0, "
+            f"but {texts[0]!r} is text."
+        )
+    train_state.losses = BatchLosses(model, criterion, metrics, class_weights)
     losses = getattr(model, "loss", None) if criterion is None else criterion
     for loss in losses_without_means(losses):
         train_state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
@@ -84,16 +89,6 @@ def _as_models(models: Any, num_workers: int) -> list[keras.Model]:
                     "divide batches. Pass stateful=False to this layer, or use one worker."
                 )
     return given
-
-
-def _as_class_weight(class_weight: Any) -> dict[Any, Any]:
-    checked = as_dict("register", "class_weight", class_weight)
-    if texts := [key for key in checked if isinstance(key, str)]:
-        raise TypeError(
-            f"register(class_weight={class_weight!r}): keys must be numbers of classes, such as 0, "
-            f"but {texts[0]!r} is text."
-        )
-    return checked
 
 
 def _as_optimizer(train_state: KerasTrainState, optimizer: Any) -> Any:

@@ -6,6 +6,7 @@ and keep the changes that schedulers made since.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -41,7 +42,10 @@ def rescale_options(then: Options, now: Options, operator: TrainingOperator) -> 
             # Compare the groups, which a wrapper shares with its optimizer.
             own = getattr(scheduler, "optimizer", None)
             if getattr(own, "param_groups", None) is groups:
-                _rescale_scheduler(scheduler, _rates(groups_then), _rates(groups_now))
+                rates = _rates(groups_then), _rates(groups_now)
+                names = ("base_lrs", "max_lrs", "_last_lr")
+                for name in filter(functools.partial(hasattr, scheduler), names):
+                    setattr(scheduler, name, _rescale(getattr(scheduler, name), *rates))
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,9 +80,3 @@ def _flatten(scheduler: Any) -> Iterator[Any]:
     inner = getattr(scheduler, "scheduler", None)
     for each in getattr(scheduler, "_schedulers", [] if inner is None else [inner]):
         yield from _flatten(each)
-
-
-def _rescale_scheduler(scheduler: Any, old: list[Any], new: list[Any]) -> None:
-    for name in ("base_lrs", "max_lrs", "_last_lr"):
-        if hasattr(scheduler, name):
-            setattr(scheduler, name, _rescale(getattr(scheduler, name), old, new))

@@ -119,7 +119,7 @@ class FitLoop:
                     self._try_validation()
                 history = self._train_epochs(trainer)
             finally:
-                self._set_due_validation(self.lacks_validation)
+                self._due_at = dispatcher.position.global_step if self.lacks_validation else None
                 self.running = FitOptions()
             if sentence := dispatcher.controller.speed.report().sentence:
                 logger.warning("%s", sentence)
@@ -244,12 +244,9 @@ class FitLoop:
             return True
         return self.num_completed > self._num_validated and self.is_due
 
-    def _set_due_validation(self, is_due: bool) -> None:
-        self._due_at = self.dispatcher.position.global_step if is_due else None
-
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
-        self._set_due_validation(due is not None)
+        self._due_at = None if due is None else self.dispatcher.position.global_step
         self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
 
     # ---- checks

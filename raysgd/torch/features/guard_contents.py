@@ -204,14 +204,10 @@ def _hyperparameters(path: str, model: torch.nn.Module) -> Iterator[Content]:
     """Iterate over options of PyTorch's own modules, such as the rate of a dropout."""
     for name, module in model.named_modules(prefix=path):
         if type(module).__module__.startswith("torch.nn.modules."):
-            for key in _arguments_of(type(module)):
+            # Only arguments of the classes, because hooks of users may note values under others.
+            functions = [vars(kind).get("__init__") for kind in type(module).__mro__]
+            for key in (n for f in functions if f for n in inspect.signature(f).parameters):
                 if isinstance(value := vars(module).get(key), int | float | str | tuple):
                     yield "options", f"{name}.{key}", value
         if type(module).__module__ == "torch.nn.modules.loss":  # such as the weights of classes
             yield from _contents_in(name, dict(module.named_buffers(recurse=False)))
-
-
-def _arguments_of(kind: type[torch.nn.Module]) -> list[str]:
-    """Return the arguments of a class of modules. Hooks of users may note values under others."""
-    own = (vars(each).get("__init__") for each in kind.__mro__)
-    return [name for init in own if init for name in inspect.signature(init).parameters]

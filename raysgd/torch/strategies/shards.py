@@ -276,8 +276,7 @@ def elements_of(value: Any, parameter: torch.Tensor, start: int, stop: int) -> A
 def merge_shards(state: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a state with the shards of all workers into an unsharded state."""
     merged = dict(state)
-    shards = merged.pop(SHARDS, None)
-    if shards is None:
+    if (shards := merged.pop(SHARDS, None)) is None:
         return merged
     merged["optimizers"] = [{**each, "state": {**each["state"]}} for each in state["optimizers"]]
     merged["models"] = [copy.copy(each) for each in state.get("models", ())]
