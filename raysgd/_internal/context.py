@@ -1,12 +1,8 @@
-"""Ranks of a worker, and the interface of its runner."""
+"""The ranks and resources of a worker."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from raysgd._internal.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,87 +31,3 @@ class WorkerContext:
     """IDs of the GPUs of all workers on this node, in order. Every worker sees all of them."""
     gpu_index: int | None = None
     """Index of this worker's GPU among `visible_gpus`, or None without a GPU."""
-
-
-class Request:
-    """A request from the driver to a runner. Subclasses are frozen dataclasses of arguments."""
-
-    @property
-    def name(self) -> str:
-        """Name for messages: ``train`` for `TrainRequest`."""
-        words = type(self).__name__.removesuffix("Request")
-        return re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
-
-    def for_attempt(self, shares: tuple[float, ...] | None, split: int) -> Request:
-        """Return the request with relative shares of the workers, by rank, if it trains.
-
-        `split` is the minimum number of micro-batches per batch, or 0.
-        """
-        return self
-
-
-class PausedError(Exception):
-    """Raised by a runner that has paused at the requested step."""
-
-
-class RetrySplitError(Exception):
-    """Raised by a runner that ran out of memory in a step and has rolled the step back.
-
-    The caller can repeat the request with each batch split into as many micro-batches as the
-    argument says.
-    """
-
-
-class Runner(Protocol):
-    """Runs a worker's content: an operator, a Keras operator, or a training function.
-
-    `progress`, `set_interrupted`, `pause_at`, `acquire_snapshot`, and `release_snapshot` run in
-    *control* threads while the worker is busy, so they must not wait. The other methods run one at
-    a time in the *work* thread.
-    """
-
-    def prepare(self, context: WorkerContext) -> None:
-        """Adjust the process (threads, devices) before the process group exists."""
-
-    def setup(self, context: WorkerContext) -> None:
-        """Create the operator or the function. The process group of this generation exists."""
-
-    def rejoin(self, context: WorkerContext, leader_rank: int) -> str | None:
-        """Join a new generation and load the state of the leader. The process group exists.
-
-        Return a warning about what this generation has changed, if there is one.
-        """
-
-    def progress(self, acknowledged_step: int = -1) -> Progress:
-        """Return the progress of the work, without the points up to `acknowledged_step`."""
-
-    def set_interrupted(self, interrupted: bool) -> None:
-        """Make the current work raise at its next step. False withdraws the request."""
-
-    def pause_at(self, step: int | None) -> int:
-        """Make the current call raise PausedError after `step` committed steps. None cancels it.
-
-        Return the current number of committed steps.
-        """
-
-    def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
-        """Return the newest snapshot, for a restart after the loss of all workers.
-
-        Return None if there is none, if it was sent, or if `SnapshotStatus.num_changes` is not
-        `num_changes`.
-        """
-        return None
-
-    def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:
-        """Release a snapshot that was sent within `seconds`."""
-        return None
-
-    def warm_up(self) -> None:
-        """Prepare a replacement worker for its first step in the group, after ``setup``."""
-        return None
-
-    def handle(self, request: Request) -> Any:
-        """Execute a request and return the answer."""
-
-    def teardown(self) -> None:
-        """Release the operator or the function. The process may continue to run (``use_local``)."""

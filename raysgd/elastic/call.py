@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import Request
 from raysgd._internal.progress import Bar, LogPoint, Progress, ReportedPosition
+from raysgd._internal.runner import Request
 from raysgd.cluster.large_values import Inbox, Incoming
 
 WorkerPoint = tuple[Any, LogPoint]

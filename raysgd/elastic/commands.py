@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
-from raysgd._internal.context import Request
 from raysgd._internal.progress import Progress
+from raysgd._internal.runner import Request
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox

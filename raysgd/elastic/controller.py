@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from raysgd._internal.context import Request, Runner
+from raysgd._internal.runner import Request, Runner
 from raysgd._internal.tracebacks import release_callers
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import pack_as

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from raysgd._internal.context import PausedError, RetrySplitError
+from raysgd._internal.runner import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_record import CallRecord
 from raysgd.loop.evaluation import Evaluation, check_same_samples, empty_loader_error
@@ -36,7 +36,7 @@ from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import PAUSED, TrainRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import SnapshotTaker
-from raysgd.loop.train_state import StateAccess
+from raysgd.loop.state_access import StateAccess
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
 

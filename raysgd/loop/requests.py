@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.context import Request
+from raysgd._internal.runner import Request
 
 if TYPE_CHECKING:
     from raysgd.data import Dataset

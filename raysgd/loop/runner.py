@@ -12,10 +12,11 @@ from typing import Any
 
 from raysgd._internal import progress
 from raysgd._internal.config import BATCH_SIZE, worker_config
-from raysgd._internal.context import Request, Runner, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
+from raysgd._internal.runner import Request, Runner
 from raysgd.checkpoint.file import SHARDS, manifest_entries, write_state
 from raysgd.cluster.large_values import FileContent, Incoming
 from raysgd.cluster.serialization import find_unpicklable
@@ -31,8 +32,9 @@ from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
+from raysgd.loop.state_access import StateAccess
 from raysgd.loop.state_schema import with_models_last
-from raysgd.loop.train_state import RandomGenerators, StateAccess, TrainState
+from raysgd.loop.train_state import RandomGenerators, TrainState
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import torch
 from raysgd._internal.nested import load_or_restore
 from raysgd.cluster.large_values import Incoming
 from raysgd.errors import CheckpointError
+from raysgd.loop.state_access import StateAccess
 from raysgd.loop.state_schema import check_objects
-from raysgd.loop.train_state import StateAccess
 from raysgd.torch.digests import fingerprint
 from raysgd.torch.features.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
 from raysgd.torch.object_states import (

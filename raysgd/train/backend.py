@@ -15,8 +15,8 @@ from typing import Any
 import cloudpickle
 
 from raysgd._internal.arguments import as_int, check_function
-from raysgd._internal.context import Request
 from raysgd._internal.forwarding import forward_to
+from raysgd._internal.runner import Request
 from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.elastic.call import Call, LoadRequest

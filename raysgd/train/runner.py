@@ -9,8 +9,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from raysgd._internal.context import Request, Runner, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
+from raysgd._internal.runner import Request, Runner
 from raysgd.cluster import process
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.requests import ApplyRequest

@@ -21,8 +21,8 @@ from raysgd._internal.arguments import (
     unknown_argument,
 )
 from raysgd._internal.config import BATCH_SIZE, env_seconds
-from raysgd._internal.context import Runner
 from raysgd._internal.nested import cat_outputs
+from raysgd._internal.runner import Runner
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback, History
 from raysgd.callbacks.callback_list import CallbackList, as_logdir, trainer_callbacks

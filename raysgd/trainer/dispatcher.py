@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from raysgd._internal.context import Request
 from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.progress import ReportedPosition
+from raysgd._internal.runner import Request
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel

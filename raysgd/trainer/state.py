@@ -13,9 +13,9 @@ from typing import IO, Any
 
 from raysgd import checkpoint
 from raysgd._internal.arguments import check_flags
-from raysgd._internal.context import Request
 from raysgd._internal.nested import map_leaves, try_copy
 from raysgd._internal.provenance import process_provenance, without_homes
+from raysgd._internal.runner import Request
 from raysgd._internal.values import redact_config, scalars
 from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location

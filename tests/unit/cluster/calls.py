@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from raysgd._internal.context import Request
+from raysgd._internal.runner import Request
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.loop.requests import TrainRequest
 

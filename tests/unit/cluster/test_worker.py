@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 
 from raysgd._internal import tracebacks
-from raysgd._internal.context import PausedError, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import Progress, ReportedPosition
+from raysgd._internal.runner import PausedError
 from raysgd.backends import CollectiveBackend
 from raysgd.cluster.serialization import Parcel, pack
 from raysgd.cluster.worker import CarriedError, Worker

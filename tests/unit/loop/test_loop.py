@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import ElasticConfig
 from raysgd._internal import step_timing
-from raysgd._internal.context import PausedError
+from raysgd._internal.runner import PausedError
 from raysgd.data import Dataset
 from raysgd.loop.requests import TrainRequest
 from raysgd.testing import run_operator

@@ -1,0 +1,73 @@
+"""What checkpoints, snapshots, and new workers get of the registered objects."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from raysgd.cluster.large_values import Incoming
+from raysgd.loop.train_state import TrainState
+
+
+class StateAccess(ABC):
+    """Reads and loads models, optimizers, and the state of features.
+
+    `OperatorRunner` adds the position and what else a file or a snapshot needs.
+    """
+
+    def __init__(self, train_state: TrainState) -> None:
+        self._train_state = train_state
+
+    @abstractmethod
+    def read(self) -> dict[str, Any]:
+        """Return the state. Tensors stay on their device, and may share memory with the models."""
+
+    @abstractmethod
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if a state does not fit the registered objects."""
+
+    @abstractmethod
+    def load(self, state: dict[str, Any]) -> None:
+        """Load the result of `read`."""
+
+    def copy_from(self, leader_rank: int, follows: bool) -> None:
+        """Load the state of the leader if this rank `follows`. Every rank must call it."""
+        state = self._train_state.collectives.broadcast(self.read, leader_rank)
+        if follows:
+            self.load(state)
+
+    @abstractmethod
+    def unsharded_models(self) -> list[Any]:
+        """Return copies of the models on rank 0. All ranks with shards must call it."""
+
+    @abstractmethod
+    def user_settings(self) -> Any:
+        """Return values that user code may set between steps, such as learning rates."""
+
+    def module_modes(self) -> Any:
+        """Return the train or eval modes that user code may set in models, for new workers."""
+        return None
+
+    def set_module_modes(self, modes: Any) -> None:  # noqa: B027
+        """Apply the result of `module_modes`."""
+
+    def merge_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with the shards of all workers merged."""
+        return state
+
+    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+        """Replace incoming arrays by registered ones of the same shape, dtype, and device.
+
+        The content of these arrays then arrives in their memory.
+        """
+        return state
+
+    def compare_setup(self, leader_rank: int) -> None:  # noqa: B027
+        """Compare what ``setup`` has made with rank `leader_rank`. Every rank must call this."""
+
+    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
+        """Return a state without the frozen parameters that ``setup`` makes again.
+
+        With `for_workers`, leave out only what ``setup`` of all workers has made alike.
+        """
+        return state
