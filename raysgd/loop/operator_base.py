@@ -233,9 +233,9 @@ class OperatorBase:
         """Return the model, optimizer, or criterion that a default `method` uses."""
         value, kind = getattr(self, name, None), type(self).__name__
         if value is None or isinstance(value, list | tuple):
-            found = "has no" if value is None else f"has {len(value)} objects in"
+            has = "has no" if value is None else f"has {len(value)} objects in"
             raise RuntimeError(
-                f"{kind} {found} self.{name}, but the default {method} uses a single {name}. Set "
+                f"{kind} {has} self.{name}, but the default {method} uses a single {name}. Set "
                 "it in setup: self.model, self.optimizer, self.criterion = self.register("
                 f"models=..., optimizers=..., criterion=...). Or override {method} in {kind}."
             )
@@ -322,8 +322,8 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], public_name
             "optimizers, and loaders there."
         )
     pair = "state_dict", "load_state_dict"
-    own = [name for name in pair if getattr(operator_cls, name) is not getattr(base, name)]
-    if own == ["state_dict"]:
+    overridden = [name for name in pair if getattr(operator_cls, name) is not getattr(base, name)]
+    if overridden == ["state_dict"]:
         text = "%s overrides state_dict, but not load_state_dict, so a resume loses its state."
         logger.warning(text, operator_cls.__name__)
 

@@ -198,14 +198,14 @@ class OperatorRunner(Runner, ABC):
         running, features = segment or self._loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
-        source, snapshots, own = self._loop.source, self._loop.snapshots, train_state.position
+        source, snapshots, now = self._loop.source, self._loop.snapshots, train_state.position
         call, timing = self._loop.call_record, train_state.timing.totals
         num_copies = train_state.context.world_size if is_merged else 1
         position = progress.ReportedPosition(
-            epoch=own.epoch,
-            in_epoch=own.offset > 0,
-            global_step=own.global_step,
-            validation_offset=own.validation_offset,
+            epoch=now.epoch,
+            in_epoch=now.offset > 0,
+            global_step=now.global_step,
+            validation_offset=now.validation_offset,
             num_batches=0 if running is None else running.num_finished_steps,
             epoch_samples=source.epoch_samples,
         )
@@ -359,8 +359,8 @@ class OperatorRunner(Runner, ABC):
         """
         loop, train_state, data = self._hosted_loop, self._train_state, self._train_state.data
         state: dict[str, Any] = {"global_step": train_state.position.global_step}
-        if own := train_state.placement.own_state():
-            state |= own
+        if sharded := train_state.placement.own_state():
+            state |= sharded
             if train_state.context.world_rank != 0:
                 return state
         state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
@@ -407,9 +407,9 @@ class OperatorRunner(Runner, ABC):
         generators = self.generators.loadable_states(position.get("rng", ()), context.world_size)
         with contextlib.ExitStack() as undoing:
             if "operator" in state:
-                own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
+                operator_state = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
                 undoing.enter_context(
-                    load_or_restore(self.operator, own, state["operator"], "operator")
+                    load_or_restore(self.operator, operator_state, state["operator"], "operator")
                 )
             if incoming is not None and incoming.targets:
                 train_state.update.record_damage()

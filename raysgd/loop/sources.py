@@ -169,8 +169,8 @@ class DataSources(ABC):
         summaries: dict[str, dict[str, Any]] = {}
         for name in filter(self.has, ("train", "validation")):
             source = self._sources[name]
-            known = source.epoch_samples if source.knows_sizes else 0  # 0 also counts as unknown
-            total = length_of(getattr(source.loader, "dataset", None)) or known
+            count = source.epoch_samples if source.knows_sizes else 0  # 0 also counts as unknown
+            total = length_of(getattr(source.loader, "dataset", None)) or count
             summaries[name] = {"samples": total} if total else {}
             shown = without_secrets(source.fingerprint() or source.describe())
             summaries[name]["fingerprint"] = without_homes(shown)
@@ -182,11 +182,11 @@ class DataSources(ABC):
         return {name: each for name, each in batching.items() if each is not None}
 
     def check_equal_data(self, expected: dict[str, str]) -> None:
-        own, rank = self.fingerprint(), self._settings.context.world_rank
-        for name in expected.keys() & own.keys():
-            if own[name] != expected[name]:
+        actual, rank = self.fingerprint(), self._settings.context.world_rank
+        for name in expected.keys() & actual.keys():
+            if actual[name] != expected[name]:
                 raise ValueError(
-                    f"The workers registered different data as {name}_loader: {own[name]} on "
+                    f"The workers registered different data as {name}_loader: {actual[name]} on "
                     f"worker {rank}, and {expected[name]} on another. Register the same data set "
                     "on every worker, and pass seeded generators to random_split and the like. "
                     "Register data that changes later in on_world_change(self), by a value of "

@@ -95,9 +95,9 @@ def check_objects(
         raise CheckpointError(
             f"The state has {len(saved)} {name}, but the operator registered {len(objects)}."
         )
-    for index, (own, state) in enumerate(zip(objects, saved, strict=True)):
-        if problem := problem_of(own, state):
+    for index, (owner, state) in enumerate(zip(objects, saved, strict=True)):
+        if problem := problem_of(owner, state):
             raise CheckpointError(
-                f"The state's {name}[{index}] does not fit the registered {type(own).__name__}: "
+                f"The state's {name}[{index}] does not fit the registered {type(owner).__name__}: "
                 f"{problem}."
             )

@@ -88,8 +88,8 @@ class TrainState(ABC):
     # ---- position
 
     def saved_position(self) -> dict[str, Any]:
-        own, names = self.position, ("epoch", "offset", "validation_offset", "seed")
-        position = {name: getattr(own, name) for name in names}
+        now, names = self.position, ("epoch", "offset", "validation_offset", "seed")
+        position = {name: getattr(now, name) for name in names}
         if (global_batch := self.data.training_source.global_batch_size) is not None:
             position["global_batch"] = global_batch
         if loader_seeds := self.data.own_seeds():
@@ -98,18 +98,18 @@ class TrainState(ABC):
             position["split"] = self.micro_batching.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
-        if source_position := self.data.training_source.position(own.epoch, own.offset):
+        if source_position := self.data.training_source.position(now.epoch, now.offset):
             # In older versions, only streams had a position. Their key stays in checkpoints.
             position["stream"] = source_position
         return position
 
     def load_position(self, position: dict[str, Any], global_step: int) -> None:
-        own = self.position
-        own.epoch, own.offset, own.global_step = position["epoch"], position["offset"], global_step
-        own.validation_offset = position.get("validation_offset", 0)
+        now = self.position
+        now.epoch, now.offset, now.global_step = position["epoch"], position["offset"], global_step
+        now.validation_offset = position.get("validation_offset", 0)
         self.data.trains_on = position.get("trains_on", "train")
         self.micro_batching.split = position.get("split", 1)
-        self.reseed(position.get("seed", own.seed), position.get("loader_seeds", {}))
+        self.reseed(position.get("seed", now.seed), position.get("loader_seeds", {}))
         self.data.training_source.load_position(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
@@ -247,9 +247,9 @@ class TrainState(ABC):
     @property
     def holdings(self) -> Holdings:
         """What this worker has of the state. Another thread may read it."""
-        own = self.placement.holdings
-        is_damaged = self.update.is_damaged and own.condition == "good"
-        return own._replace(condition="damaged") if is_damaged else own
+        holdings = self.placement.holdings
+        is_damaged = self.update.is_damaged and holdings.condition == "good"
+        return holdings._replace(condition="damaged") if is_damaged else holdings
 
 
 class RandomGenerators:
@@ -283,8 +283,8 @@ class RandomGenerators:
 
     @contextlib.contextmanager
     def preserving(self) -> Iterator[None]:
-        own = self.state()
+        before = self.state()
         try:
             yield
         finally:
-            self.set(own)
+            self.set(before)

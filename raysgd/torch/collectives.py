@@ -34,8 +34,8 @@ class TorchCollectives(Collectives):
         self._device = device
 
     def all_reduce_min(self, *values: int) -> list[int]:
-        own = torch.tensor(values, dtype=torch.int64, device=self._device)
-        return [int(number) for number in self.minima_of(own).tolist()]
+        numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
+        return [int(number) for number in self.minima_of(numbers).tolist()]
 
     def minima_of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the minimum of all ranks for each element of a vector, which this may change."""

@@ -26,11 +26,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of an optimizer, and of the optimizers in it if its own state lacks them."""
     state = dict(optimizer.state_dict())
     if inner := list(map(optimizer_state, inner_optimizers(optimizer))):
-        known = set(map(id, nested_tensors(state, set())))
+        saved = set(map(id, nested_tensors(state, set())))
         state[_INNER] = {
             number: each
             for number, each in enumerate(inner)
-            if not known.issuperset(map(id, nested_tensors(each, set()))) or not each.get("state")
+            if not saved.issuperset(map(id, nested_tensors(each, set()))) or not each.get("state")
         }
     return state
 
@@ -51,15 +51,15 @@ def load_optimizer(
     for number, of_inner in state.get(_INNER, {}).items():
         load_optimizer(inner[number], of_inner, is_exact)
     for each, groups, entries in shared:  # keep the objects, which a wrapper may share
-        for own, loaded in (*zip(groups, each.param_groups, strict=False), (entries, each.state)):
-            if own is not loaded:
-                own.clear()
-                own.update(loaded)
+        for group, loaded in (*zip(groups, each.param_groups, strict=False), (entries, each.state)):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
         if "param_groups" in vars(each):  # otherwise, they are properties
             each.param_groups, each.state = groups, entries
     entries = state.get("state", {})  # a wrapper may have another format
-    for own, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
-        for parameter, key in zip(own["params"], saved["params"], strict=True):
+    for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
             if is_exact and parameter in optimizer.state and key in entries:
                 loaded = optimizer.state[parameter]
                 optimizer.state[parameter] = _in_dtypes_of(entries[key], loaded)
@@ -80,7 +80,7 @@ def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
 def scheduler_state(scheduler: Any) -> Any:
     """Return the state of a scheduler, with states in place of the schedulers in it."""
     state = scheduler.state_dict()
-    inner = {name: list(map(scheduler_state, own)) for name, own in _inner_schedulers(state)}
+    inner = {name: list(map(scheduler_state, held)) for name, held in _inner_schedulers(state)}
     return {**state, **inner} if inner else state
 
 
@@ -100,34 +100,34 @@ def _inner_schedulers(state: Any) -> list[tuple[str, list[Any]]]:
     return [(n, xs) for n, xs in entries if xs and all(hasattr(x, "optimizer") for x in xs)]
 
 
-def reuse_memory(state: Any, own: Any, incoming: Incoming) -> Any:
+def reuse_memory(state: Any, into: Any, incoming: Incoming) -> Any:
     """Return `state` with own tensors for incoming ones of the same shape, dtype, and device."""
     addresses = incoming.addresses
     adopted: dict[int, torch.Tensor] = {}  # by the address of the other tensor
 
-    def walk(state: Any, own: Any) -> Any:
-        if isinstance(state, dict) and isinstance(own, Mapping):
+    def walk(state: Any, into: Any) -> Any:
+        if isinstance(state, dict) and isinstance(into, Mapping):
             changed = copy.copy(state)
-            changed |= {key: walk(state[key], own[key]) for key in state if key in own}
+            changed |= {key: walk(state[key], into[key]) for key in state if key in into}
             return changed
-        if isinstance(state, list) and isinstance(own, list) and len(state) == len(own):
-            return list(map(walk, state, own))
+        if isinstance(state, list) and isinstance(into, list) and len(state) == len(into):
+            return list(map(walk, state, into))
         if not isinstance(state, torch.Tensor) or state.data_ptr() not in addresses:
             return state
-        return adopted.setdefault(state.data_ptr(), own) if _can_receive(state, own) else state
+        return adopted.setdefault(state.data_ptr(), into) if _can_receive(state, into) else state
 
-    result = walk(state, own)
+    result = walk(state, into)
     incoming.targets = {at: as_bytes(tensor).numpy() for at, tensor in adopted.items()}
     return result
 
 
-def _can_receive(tensor: torch.Tensor, own: Any) -> bool:
+def _can_receive(tensor: torch.Tensor, into: Any) -> bool:
     return (
-        isinstance(own, torch.Tensor)
-        and own.layout is torch.strided
-        and own.is_contiguous()
-        and not (own.is_conj() or own.is_neg())
-        and (own.shape, own.dtype, own.device) == (tensor.shape, tensor.dtype, tensor.device)
+        isinstance(into, torch.Tensor)
+        and into.layout is torch.strided
+        and into.is_contiguous()
+        and not (into.is_conj() or into.is_neg())
+        and (into.shape, into.dtype, into.device) == (tensor.shape, tensor.dtype, tensor.device)
     )
 
 
@@ -157,12 +157,12 @@ def _converts(module: torch.nn.Module) -> bool:
     return not is_plain or bool(module._load_state_dict_pre_hooks)
 
 
-def model_problem(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+def model_problem(registered: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Return why named tensors cannot be loaded, or an empty string."""
-    missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
+    missing, unknown = registered.keys() - state.keys(), state.keys() - registered.keys()
     if missing or unknown:
         return _describe_difference("it", missing, unknown)
-    for key, value in own.items():
+    for key, value in registered.items():
         if not isinstance(value, torch.Tensor):
             continue
         if not can_copy(state[key], value):

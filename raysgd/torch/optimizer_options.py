@@ -40,8 +40,8 @@ def rescale_options(then: Options, now: Options, operator: TrainingOperator) -> 
                     group[name] = _rescale(group[name], old[name], new[name])
         for scheduler in itertools.chain.from_iterable(map(_flatten, registered.schedulers)):
             # Compare the groups, which a wrapper shares with its optimizer.
-            own = getattr(scheduler, "optimizer", None)
-            if getattr(own, "param_groups", None) is groups:
+            scheduled = getattr(scheduler, "optimizer", None)
+            if getattr(scheduled, "param_groups", None) is groups:
                 rates = _rates(groups_then), _rates(groups_now)
                 names = ("base_lrs", "max_lrs", "_last_lr")
                 for name in filter(functools.partial(hasattr, scheduler), names):

@@ -109,8 +109,8 @@ def check_related(
             )
     groups = {id(group) for each in optimizers for group in each.param_groups}
     for each in schedulers:
-        own = getattr(getattr(each, "optimizer", None), "param_groups", ())
-        if own and groups.isdisjoint(map(id, own)):
+        scheduled = getattr(getattr(each, "optimizer", None), "param_groups", ())
+        if scheduled and groups.isdisjoint(map(id, scheduled)):
             raise ValueError(
                 f"register(schedulers=...): {type(each).__name__} changes an optimizer that is not "
                 "registered. Create it with an optimizer that you register."

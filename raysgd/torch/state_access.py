@@ -99,9 +99,9 @@ class TorchStateAccess(StateAccess):
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
-            own = fingerprint((train_state.position.global_step, state))
-            expected = group.broadcast(lambda: own, leader_rank)
-            lacks = follows and own != expected
+            digest = fingerprint((train_state.position.global_step, state))
+            expected = group.broadcast(lambda: digest, leader_rank)
+            lacks = follows and digest != expected
         if group.any_rank(lacks):
             self.compare_setup(leader_rank)
             state = group.broadcast(
@@ -117,8 +117,8 @@ class TorchStateAccess(StateAccess):
             apply()
 
     def compare_setup(self, leader_rank: int) -> None:
-        own, group = self._unchanged_digests(), self._registered.collectives
-        pairs = zip(group.broadcast(lambda: own, leader_rank), own, strict=True)
+        digests, group = self._unchanged_digests(), self._registered.collectives
+        pairs = zip(group.broadcast(lambda: digests, leader_rank), digests, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
         self._registered.frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
 
@@ -127,8 +127,8 @@ class TorchStateAccess(StateAccess):
     def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
         if for_workers:
             frozen = self._registered.frozen
-            known = frozen.digests_of_unchanged(self._models)
-            return without_frozen(state, known if frozen.are_reproducible else [])
+            unchanged = frozen.digests_of_unchanged(self._models)
+            return without_frozen(state, unchanged if frozen.are_reproducible else [])
         digests = self._unchanged_digests()
         changed = [
             f"{name} of model {index}"
@@ -168,20 +168,20 @@ class TorchStateAccess(StateAccess):
         return [[m.training for m in model.modules()] for model in self._models]
 
     def set_module_modes(self, modes: Any) -> None:
-        for model, own in zip(self._models, modes, strict=True):
-            for module, training in zip(model.modules(), own, strict=True):
+        for model, of_model in zip(self._models, modes, strict=True):
+            for module, training in zip(model.modules(), of_model, strict=True):
                 module.training = training
 
     def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
-        own = self.read()
-        tensors = {key: own[key] for key in ("optimizers", "models")}
+        current = self.read()
+        tensors = {key: current[key] for key in ("optimizers", "models")}
         return dict(reuse_memory(state, tensors, incoming))
 
     # ---- helpers
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        found = self._objects_and_states(state)
-        _, models, of_models = found[0]
+        kinds = self._objects_and_states(state)
+        _, models, of_models = kinds[0]
         keeps_dtypes = all(
             tensor.dtype == saved[name].dtype
             for model, saved in zip(models, of_models, strict=True)
@@ -190,24 +190,24 @@ class TorchStateAccess(StateAccess):
         )
         with contextlib.ExitStack() as undoing:
             # Load models last, because loading changes their tensors in place.
-            for kind, objects, states in reversed(found):
+            for kind, objects, states in reversed(kinds):
                 for index, (each, saved) in enumerate(zip(objects, states, strict=True)):
-                    load, own = None, each.state_dict()
+                    load, old = None, each.state_dict()
                     if kind == "optimizers":
                         load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
-                        own = optimizer_state(each)
+                        old = optimizer_state(each)
                         if not self._registered.placement.is_unsharded(each):
                             saved = {**saved, "state": {}}  # whose shards are loaded later
                     elif kind == "schedulers":
                         load = functools.partial(load_scheduler, each)
-                        own = scheduler_state(each)
+                        old = scheduler_state(each)
                     elif kind == "models" and (
                         FROZEN_KEY in state or not self._registered.placement.is_unsharded(each)
                     ):
                         load = functools.partial(each.load_state_dict, strict=False)
-                        own, saved = (self._unsharded_of(each, state) for state in (own, saved))
+                        old, saved = (self._unsharded_of(each, state) for state in (old, saved))
                     name = f"{kind}[{index}]"
-                    undoing.enter_context(load_or_restore(each, own, saved, name, load))
+                    undoing.enter_context(load_or_restore(each, old, saved, name, load))
         changed = state.get("requires_grad", ())  # older files lack it
         for model, first, now in zip(self._models, self._initially_trained, changed, strict=False):
             set_grad_flags(model, {**first, **now})
@@ -254,10 +254,10 @@ class TorchStateAccess(StateAccess):
 
     def _order_problem(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
         pairs = itertools.zip_longest(self._parameters_of(optimizer).items(), saved.items())
-        for own, then in pairs:
-            if own != then:
+        for now, then in pairs:
+            if now != then:
                 return (
-                    f"its next parameter was {then} (name and shape), and is {own} now. Pass the "
+                    f"its next parameter was {then} (name and shape), and is {now} now. Pass the "
                     "same parameters in the same order. If you renamed them on purpose, also "
                     "delete state['parameters']"
                 )
