@@ -63,7 +63,8 @@ class SampleRate(UpdateFeature):
                 self._steps.append(self._step)
             self._step, self._is_first = [], False
 
-    roll_back = commit  # counts a warm-up batch, which is never committed
+    def roll_back(self, update: Update) -> None:
+        self.commit(update)  # counts a warm-up batch, which is never committed
 
     def _end_batch(self) -> None:
         if self._size and self._ended is not None:
