@@ -33,7 +33,7 @@ from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
 from raysgd.loop.state_access import StateAccess
-from raysgd.loop.state_schema import with_models_last
+from raysgd.loop.state_keys import with_models_last
 from raysgd.loop.train_state import RandomGenerators, TrainState
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving, try_copy
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.state_access import StateAccess
-from raysgd.loop.state_schema import check_objects
+from raysgd.loop.state_keys import check_objects
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags

@@ -14,7 +14,7 @@ from raysgd._internal.nested import load_or_restore
 from raysgd.cluster.large_values import Incoming
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess
-from raysgd.loop.state_schema import check_objects
+from raysgd.loop.state_keys import check_objects
 from raysgd.torch.digests import fingerprint
 from raysgd.torch.features.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
 from raysgd.torch.object_states import (

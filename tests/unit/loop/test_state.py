@@ -14,7 +14,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StatePlacement
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.loop.snapshots import SnapshotTaker, _num_bytes
-from raysgd.loop.state_schema import check_state
+from raysgd.loop.state_keys import check_state
 from raysgd.torch.tensors import copy_leaf
 from tests.operators import on_gpu
 from tests.unit.recorder import Recorder, make_runner, runner_with_snapshots
