@@ -69,19 +69,16 @@ def gpu_runner(monkeypatch, is_available=True):
     return TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL, use_gpu=True))
 
 
-def test_invisible_gpu_is_an_error(monkeypatch):
-    with pytest.raises(RuntimeError, match=r"must use a GPU.*use_gpu=False"):
-        gpu_runner(monkeypatch, False).prepare(WorkerContext(gpu_index=0, in_driver=True))
-
-
-def test_only_a_single_local_worker_uses_the_current_gpu(monkeypatch):
+def test_only_a_single_local_worker_may_lack_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     alone = WorkerContext(in_driver=True)
     gpu_runner(monkeypatch).prepare(alone)
     assert _choose_device(True, alone) == torch.device("cuda", 3)
     assert _choose_device(True, WorkerContext(gpu_index=1)) == torch.device("cuda", 1)
-    with pytest.raises(RuntimeError, match="must use a GPU"):
-        gpu_runner(monkeypatch).prepare(WorkerContext(in_driver=True, world_size=2))
+    for is_available, more in (False, {"gpu_index": 0}), (True, {"world_size": 2}):
+        context = WorkerContext(in_driver=True, **more)
+        with pytest.raises(RuntimeError, match=r"must use a GPU.*use_gpu=False"):
+            gpu_runner(monkeypatch, is_available).prepare(context)
 
 
 def test_worker_sees_all_gpus_of_its_node(monkeypatch):
