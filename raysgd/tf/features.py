@@ -13,8 +13,6 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import cpu_model, differing, format_values, hash_of, minority_of
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import LossCount, Update
-from raysgd.tf.communication import create_collectives
-from raysgd.tf.step_graphs import StepGraphs
 from raysgd.tf.train_state import KerasStateAccess, KerasTrainState
 
 _COMPARED_EVERY = 100
@@ -30,23 +28,18 @@ class ReplicaSync(UpdateFeature):
 
     def __init__(self, train_state: KerasTrainState) -> None:
         self._train_state = train_state
-        self._trainable: Any = None
         self._num_unchecked = _COMPARED_EVERY  # steps since the last comparison
 
     def sync_initial_state(self) -> None:
         KerasStateAccess(self._train_state).copy_from(0, follows=True)
 
-    def begin_generation(self) -> None:
-        self._train_state.collectives = create_collectives(self._train_state.settings)
-        self.after_user_function()
-
     def after_user_function(self) -> None:
         self._num_unchecked = _COMPARED_EVERY
 
+    begin_generation = after_user_function
+
     def begin_call(self, logs_steps: bool) -> None:
-        self._train_state.check_compiled()
-        if self._trainable != (trainable := self._train_state.trainable_flags()):
-            self._trainable, self._train_state.graphs = trainable, StepGraphs()
+        self._train_state.accept_changes()
         self._compare()
 
     def commit(self, update: Update) -> None:

@@ -113,7 +113,7 @@ class TrainingOperator(OperatorBase):
         self._check_own_steps("validate_batch")
         self._check_criterion()
         if not batch_info.get("batch_idx"):
-            self._train_state.check_compiled()
+            self._train_state.accept_changes()
         unpacked = self._train_state.losses.unpack(batch, training=False)
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._forward, *unpacked, False)

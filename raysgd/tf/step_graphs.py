@@ -20,9 +20,10 @@ NEXT_PHASE = (
 
 
 class StepGraphs:
-    """Compiles and runs the steps of one operator."""
+    """Compiles and runs the steps of one operator, while the flags `trainable` stay the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainable: list[dict[str, bool]] | None = None) -> None:
+        self.trainable = trainable
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         """Compiled steps by the IDs of their objects. Holding the objects keeps the IDs valid."""
 

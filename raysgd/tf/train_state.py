@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras 3.15 has no public API for this
 from keras.src.random.seed_generator import global_seed_generator
 
+from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving, try_copy
 from raysgd.loop.micro_batching import MicroBatching
@@ -27,6 +28,9 @@ from raysgd.tf.options import TFSettings
 from raysgd.tf.sources import KerasSources
 from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
 
+if TYPE_CHECKING:
+    from raysgd.tf.features import KerasOptimization
+
 _RATE = re.compile("'learning_rate': [^,}]*")
 _PURPOSE = re.compile(r"[^/_\d]+(?=[_\d]*$)")  # the last word of a path, such as velocity
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of objects, which each get_config may create again
@@ -39,7 +43,7 @@ class KerasTrainState(TrainState):
     data: KerasSources
     losses: BatchLosses
     """Set by ``register``, like `optimization`."""
-    optimization: Any
+    optimization: KerasOptimization
     given_models: list[Any] = forward_to("models")
 
     def __init__(self, settings: TFSettings) -> None:
@@ -56,6 +60,10 @@ class KerasTrainState(TrainState):
         self.attributes: Mapping[str, Any] = {}  # of the operator
         self.setup_objects: Mapping[str, Any] = {}  # those that are registered, when `setup` ended
 
+    def begin_generation(self, context: WorkerContext) -> None:
+        super().begin_generation(context)
+        self.collectives = create_collectives(self.settings)
+
     def restoring_models(self) -> contextlib.AbstractContextManager[None]:
         return preserving(self.losses)  # the losses of outputs depend on the batch
 
@@ -65,8 +73,8 @@ class KerasTrainState(TrainState):
             arguments += [options, None if isinstance(rate, float) else rate]
         return arguments
 
-    def check_compiled(self) -> None:
-        """Raise an error for a change after `setup` that would have no effect."""
+    def accept_changes(self) -> None:
+        """Trace steps again after `trainable` has changed, and refuse changes without an effect."""
         now = [(each, self.attributes.get(name)) for name, each in self.setup_objects.items()]
         is_replaced = any(new is not None and new is not each for each, new in now)
         if is_replaced or self.compile_arguments() != self.setup_arguments:
@@ -76,6 +84,8 @@ class KerasTrainState(TrainState):
                 "TFTrainer trains with those of setup. Only a rate that is a number can change, by "
                 f"optimizer.learning_rate. Freeze layers by layer.trainable. {NEXT_PHASE}"
             )
+        if self.graphs.trainable != (trainable := self.trainable_flags()):
+            self.graphs = StepGraphs(trainable)
 
     def list_trained(self) -> list[tuple[Any, list[Any]]]:
         groups = [self.models] * len(self.optimizers)
