@@ -170,6 +170,7 @@ class Optimization(UpdateFeature):
         if not self._in_optimizer_step:
             self._registered.timing.begin(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
+            update.optimizer_steps.requested.discard(id(optimizer))  # so that gradients stay
             if closure is None:
                 exchange.complete_gradients(optimizer)
                 if not update.loss_weights.divisor:

@@ -165,10 +165,9 @@ class StepChecks(UpdateFeature):
 
     def check_direct_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reject ``optimizer.step()`` in user code that must call ``optimizer_step``."""
-        update = self._update
+        update, features = self._update, self._registered.features
         if update.is_open:
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
-        features = self._registered.features
         why = next((each.why_optimizer_step for each in features if each.why_optimizer_step), "")
         if not why and update.loss_weights.uses_backward and self._precision.scales_loss:
             why = f"the scaled gradients of self.backward(loss) under {self._precision.name}"

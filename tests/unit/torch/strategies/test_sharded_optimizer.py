@@ -235,15 +235,17 @@ def test_schedulers_and_hooks_see_the_parameters_in_the_optimizer(process_group)
     assert parameter.tolist() == [4.5, 4.5, 4.5]
 
 
-def test_a_closure_and_added_parameters_are_refused(process_group):
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    divided(optimizer)
+def test_direct_steps_keep_gradients_and_refuse_closures_and_added_parameters(process_group):
+    operator = build(lambda: ON, ALONE)
+    for step in (operator.optimizer_step, torch.optim.SGD.step):
+        operator.backward(operator.model(torch.ones(1, 8)).sum())
+        step(operator.optimizer)
+    assert all(p.grad is not None for p in operator.model.parameters())
     with pytest.raises(RuntimeError, match="without a closure"):
-        optimizer.step(lambda: None)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        operator.optimizer.step(lambda: None)
+    operator.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(RuntimeError, match="Call add_param_group before register"):
-        optimizer.step()
+        operator.optimizer.step()
 
 
 @contextlib.contextmanager
@@ -321,8 +323,8 @@ class Refused(TrainingOperator):
         register_all(self, **config["register"]())
 
 
-def with_sgd(model, *others, **more):
-    optimizer = torch.optim.SGD([*model.parameters(), *others], lr=0.1)
+def with_sgd(model, *others, kind=torch.optim.SGD, **more):
+    optimizer = kind([*model.parameters(), *others], lr=0.1)
     return {"models": model, "optimizers": optimizer, **more}
 
 
@@ -359,10 +361,7 @@ REFUSED = {
     'does not work with backend="horovod"': FULL,
     "at least 0": {**ON, "sharding_args": {"copies": -1}},
     "does not work with wrap_ddp=False": ON,
-    "cannot shard Muon": lambda: {
-        "models": (model := torch.nn.Linear(2, 2, bias=False)),
-        "optimizers": torch.optim.Muon(model.parameters()),
-    },
+    "cannot shard Muon": lambda: with_sgd(torch.nn.Linear(2, 2, bias=False), kind=torch.optim.Muon),
     "sparse gradients": lambda: with_sgd(torch.nn.Embedding(4, 2, sparse=True)),
     "1 parameters that are in no registered model": lambda: with_sgd(
         linear(), torch.nn.Parameter(torch.ones(2))
