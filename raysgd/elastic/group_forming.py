@@ -15,8 +15,9 @@ from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import state_machine
+from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Attempt, Commands
+from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Commands
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import list_ranks
 from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, may_have_only_copy

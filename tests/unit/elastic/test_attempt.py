@@ -9,7 +9,8 @@ import ray.exceptions
 from raysgd._internal.progress import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
-from raysgd.elastic.commands import Attempt, Commands
+from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.commands import Commands
 
 
 @pytest.fixture(autouse=True)
@@ -72,5 +73,4 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     commands = Commands(SimpleNamespace(clock=Clock()), None, None, 1.0)
     monkeypatch.setattr(commands, "interrupt", lambda _: futures["b"].set_result(interrupted))
     commands.interrupt_failed(attempt)
-    assert not attempt.lost
-    assert not attempt.pending
+    assert (attempt.lost, attempt.pending) == ({}, {})
