@@ -32,8 +32,8 @@ _MAX_SETUP_CRASHES = 3
 _LOOK_EVERY_S = 0.25
 """Seconds between two checks for free resources."""
 
-Phase = Literal["come up", "start", "set up", "join"]
-"""What a pending worker does. In the last phase, it is ready to join."""
+Phase = Literal["come up", "start", "set up", "ready"]
+"""What a pending worker does. In the last phase, it can join."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class PendingWorker:
         try:
             next(self._phases)
         except StopIteration:
-            self.phase = "join"
+            self.phase = "ready"
         except BaseException as error:
             self.error = error  # also store it after Ctrl-C, because the generator has ended
             from_worker = isinstance(error.__cause__, RemoteTraceback)
@@ -84,7 +84,7 @@ class PendingWorker:
         entered = None if together else self._set_up(handle)  # the worker queues both
         yield from self._await_outcome(created, "start")
         while self.scale_up.sets_up_together:
-            self.phase = "join"
+            self.phase = "ready"
             yield
         yield from self._await_outcome(entered or self._set_up(handle), "set up")
 
@@ -137,8 +137,10 @@ class ScaleUp:
 
     def __post_init__(self) -> None:
         self._pending: list[PendingWorker] = []
-        self._losses: dict[AnySlot | None, tuple[Phase, int]] = {}
-        """By slot whose worker was lost: the phase, and the losses in it in a row before a join."""
+        self._lost_slots: set[AnySlot | None] = set()
+        """Slots that lost a member or a pending worker, until a worker of the slot joins."""
+        self._losses_in_row: dict[AnySlot | None, tuple[Phase, int]] = {}
+        """By slot: the phase of the newest losses of pending workers, and their number."""
         self._delays: list[tuple[AnySlot, float]] = []
         """For each failure: the slot, and when it may start another worker."""
         self._resized_at = self.group.clock.monotonic()
@@ -159,7 +161,9 @@ class ScaleUp:
 
     def expect_replacement(self, member: WorkerHandle) -> None:
         """Let the replacement of a lost member join without the cooldown, which begins now."""
-        self._losses[self.group.slot_of(member)] = "join", 0
+        slot = self.group.slot_of(member)
+        self._lost_slots.add(slot)
+        self._losses_in_row.pop(slot, None)
         self._resized_at = self.group.clock.monotonic()
         self.reset_failures()
 
@@ -222,15 +226,9 @@ class ScaleUp:
             if any(each is slot and now < until for each, until in self._delays):
                 continue
             ranks = {worker.rank for worker in self._pending}
-            self._pending.append(
-                PendingWorker(
-                    self,
-                    slot,
-                    next((r for r in range(num_staying, size) if r not in ranks), size - 1),
-                    size,
-                    replaces_lost=replaces or slot in self._losses,
-                )
-            )
+            rank = next((r for r in range(num_staying, size) if r not in ranks), size - 1)
+            replaces_lost = replaces or slot in self._lost_slots
+            self._pending.append(PendingWorker(self, slot, rank, size, replaces_lost))
         return self._pending[len(taken) :]
 
     def discard_failed(self, handle: WorkerHandle, error: BaseException) -> bool:
@@ -253,9 +251,10 @@ class ScaleUp:
         cause = cause_of(handle, error)
         self.record.add_event("newcomer_failed", [] if handle is None else [handle], cause=cause)
         if is_worker_loss(error):
-            before, count = self._losses.get(slot, (phase, 0))
+            self._lost_slots.add(slot)
+            before, count = self._losses_in_row.get(slot, (phase, 0))
             count = count + 1 if phase == before else 1
-            self._losses[slot] = phase, count
+            self._losses_in_row[slot] = phase, count
             if count < (_MAX_SETUP_CRASHES if phase == "set up" else self.config.max_attempts):
                 return
             if handle is not None and phase in ("start", "set up"):  # these run user code
@@ -296,7 +295,7 @@ class ScaleUp:
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()
-        ready = [w for w in self._pending if w.phase == "join" and (is_free or w.replaces_lost)]
+        ready = [w for w in self._pending if w.phase == "ready" and (is_free or w.replaces_lost)]
         return [worker.handle for worker in ready if worker.handle is not None]
 
     def due_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
@@ -313,22 +312,22 @@ class ScaleUp:
     def begin_start(self) -> None:
         """Prepare for a start, which makes the started workers the group."""
         self.reset_failures()
-        for slot, (phase, _) in self._losses.items():
-            if phase == "set up":  # crashes while other workers trained do not count
-                self._losses[slot] = phase, 0
+        # Crashes in `setup` while other workers trained do not count.
+        losses = self._losses_in_row.items()
+        self._losses_in_row = {slot: each for slot, each in losses if each[0] != "set up"}
 
     def grace_s(self) -> float:
         """Return how many seconds a start waits for late workers when there are enough.
 
         It always waits for a worker in the driver's process.
         """
-        late = {w.slot: w.handle for w in self._pending if w.handle and w.phase != "join"}
+        late = {w.slot: w.handle for w in self._pending if w.handle and w.phase != "ready"}
         if self.group.members or not late:
             return 0.0
         if not all(handle.is_remote for handle in late.values()):
             return math.inf
         may_join_later = self.policy.survivors_stay and self.config.grow
-        replace_lost = all(slot in self._losses for slot in late)
+        replace_lost = self._lost_slots.issuperset(late)
         is_short = may_join_later and (replace_lost or not self.record.is_first_start)
         return _SHORT_GRACE_S if is_short else _GRACE_S
 
@@ -341,7 +340,8 @@ class ScaleUp:
     def forget_joined(self, handles: Collection[WorkerHandle]) -> None:
         for worker in [each for each in self._pending if each.handle in handles]:
             self._pending.remove(worker)
-            self._losses.pop(worker.slot, None)
+            self._lost_slots.discard(worker.slot)
+            self._losses_in_row.pop(worker.slot, None)
         if handles:
             self.reset_failures()
         self._resized_at = self.group.clock.monotonic()

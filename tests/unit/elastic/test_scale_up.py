@@ -44,7 +44,7 @@ def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
 
 
 @pytest.mark.parametrize(
-    ("phase", "after_s", "most"), [("start", 0.1, 5), ("set up", 0.3, 3), ("join", 0.8, 5)]
+    ("phase", "after_s", "most"), [("start", 0.1, 5), ("set up", 0.3, 3), ("ready", 0.8, 5)]
 )
 def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after_s, most):
     controller = world.drive(3, resize_cooldown_s=0.0, initial_s=2.0, max_attempts=5).controller
@@ -66,7 +66,7 @@ def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after
     long = [n for n in range(1, len(times)) if times[n] - times[n - 1] > 1.9]
     assert (long, len(times)) == ([2 * most], 2 * most + 1)
     # user code runs only in these phases
-    assert [error is not None for error in errors] == [False] * 2 * most + [phase != "join"]
+    assert [error is not None for error in errors] == [False] * 2 * most + [phase != "ready"]
 
 
 def test_replacements_start_again_after_a_new_loss(world):
