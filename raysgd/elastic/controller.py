@@ -69,7 +69,7 @@ class Controller:
         self.min_workers = group.options.min_workers
         elastic = elastic or ElasticConfig()
         group.watch_hosts(elastic.driver_grace_s, interrupts_calls=supports_live_join)
-        self.policy = Policy(
+        self.policy = policy = Policy(
             process_can_rejoin=backend is None or backend.process_can_rejoin,
             supports_live_join=supports_live_join,
             max_attempts=elastic.max_attempts,
@@ -82,20 +82,20 @@ class Controller:
         if not group.options.is_inline:
             created = {name: pack_as(name, value) for name, value in created.items()}
         arguments = (*created.values(), sys.path)
-        self.record = record = GroupRecord(group, self.policy.survivors_stay)
+        self.record = record = GroupRecord(group, policy.survivors_stay)
         self.events, self._backend = record.events, backend
-        self.snapshots, self.speed = SnapshotKeeper(group), SpeedMonitor(group)
+        self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(group), SpeedMonitor(group)
         self._commands = commands = Commands(group, record, self._check_open, timeout_s)
         self._preemption = preemption = PreemptionWatch(group, record, supports_live_join)
         self._scale_up = scale_up = ScaleUp(
-            group, elastic, record, self.policy, preemption, arguments, timeout_s
+            group, elastic, record, policy, preemption, arguments, timeout_s
         )
-        balancer = ShareBalancer(group, elastic, record)
+        shares = ShareBalancer(group, elastic, record)
         self._forming = GroupForming(
-            commands, scale_up, self.snapshots, balancer, backend, on_start
+            group, record, policy, elastic, commands, scale_up, snapshots, shares, backend, on_start
         )
         self._supervision = Supervision(
-            commands, scale_up, preemption, self.snapshots, balancer, self.speed
+            group, record, commands, scale_up, preemption, snapshots, shares, speed
         )
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""

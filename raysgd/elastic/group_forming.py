@@ -9,18 +9,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from raysgd._internal.progress import Progress
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.elastic import state_machine
+from raysgd.elastic import policies, state_machine
 from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
 from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Commands
+from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.group_record import list_ranks
-from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, may_have_only_copy
+from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
@@ -41,6 +42,10 @@ _START_TICK_S = 0.01
 class GroupForming:
     """Moves workers into new generations."""
 
+    _group: ActorGroup
+    _record: GroupRecord
+    _policy: policies.Policy
+    _config: ElasticConfig
     _commands: Commands
     _scale_up: ScaleUp
     _snapshots: SnapshotKeeper
@@ -49,15 +54,11 @@ class GroupForming:
     _on_start: Callable[[], None]
     """Called after all workers have started, before they load a snapshot."""
 
-    def __post_init__(self) -> None:
-        self._group, self._record = self._commands.group, self._commands.record
-        self._clock, self._policy = self._group.clock, self._scale_up.policy
-
     # ---- rejoins
 
     def rejoin(self) -> state_machine.GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
-        began, policy, commands = self._clock.monotonic(), self._policy, self._commands
+        began, policy, commands = self._group.clock.monotonic(), self._policy, self._commands
         # A worker that holds the GIL receives its interruption late.
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
@@ -68,7 +69,8 @@ class GroupForming:
         if isinstance(event := self._discard_pending(lost), state_machine.WorkersLost):
             return event
         self._share_balancer.observe(answers)
-        leader, staying = choose_leader({m: answers[m] for m in self._group.members}, leaving)
+        of_members = {member: answers[member] for member in self._group.members}
+        leader, staying = policies.choose_leader(of_members, leaving)
         self._record.update(answers[leader])
         # Without a snapshot, remote workers start again from `setup`.
         can_restart = self._snapshots.receive() or not self._group.options.is_inline
@@ -80,20 +82,7 @@ class GroupForming:
         joining = [member for member in joining if member in answers]
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
-        return self._form(leader, staying, joining, began)
-
-    def _form(
-        self,
-        leader: WorkerHandle,
-        staying: Sequence[WorkerHandle],
-        joining: Sequence[WorkerHandle],
-        began: float,
-    ) -> state_machine.GroupEvent:
-        leaving = [member for member in self._group.members if member not in staying]
-        if may_have_only_copy(self._record.progress):
-            for outcome in self._commands.send_to_idle(leaving, ExportShardsRequest()).values():
-                if (shards := outcome.unpack()) is not None:
-                    self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
+        self._rescue_shards(staying)
         entering = self._group.sort_by_node([*staying, *joining])
         attempt = self._join(entering, entering.index(leader))
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
@@ -107,18 +96,33 @@ class GroupForming:
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
             return state_machine.FormingFailed(error=error)
+        self._adopt(entering, joining, began)
+        for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
+            logger.warning("%s", warning)
+        return state_machine.GroupFormed()
+
+    def _rescue_shards(self, staying: Sequence[WorkerHandle]) -> None:
+        """Copy shards of the workers that leave to one that stays, if there may be no others."""
+        if policies.may_have_only_copy(self._record.progress):
+            leaving = [member for member in self._group.members if member not in staying]
+            for outcome in self._commands.send_to_idle(leaving, ExportShardsRequest()).values():
+                if (shards := outcome.unpack()) is not None:
+                    self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
+
+    def _adopt(
+        self, entering: Sequence[WorkerHandle], joining: Sequence[WorkerHandle], began: float
+    ) -> None:
+        """Make a new generation the group, and release the workers that leave."""
+        leaving = [member for member in self._group.members if member not in entering]
         self._group.members[:] = entering
         self._record.ranks = {member: rank for rank, member in enumerate(entering)}
         self._scale_up.forget_joined(joining)
-        seconds = self._clock.monotonic() - began
+        seconds = self._group.clock.monotonic() - began
         self.collect_metrics(leaving)
         self._group.discard(*leaving)
         cause = "; ".join(f"a worker has left {member.name}" for member in leaving)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
         self._record.add_event(kind, joining or entering, cause=cause, seconds=seconds)
-        for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
-            logger.warning("%s", warning)
-        return state_machine.GroupFormed()
 
     def collect_metrics(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
@@ -133,7 +137,7 @@ class GroupForming:
 
     def restart(self, min_workers: int) -> state_machine.GroupEvent:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
-        began, is_first = self._clock.monotonic(), self._record.is_first_start
+        began, is_first = self._group.clock.monotonic(), self._record.is_first_start
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.preempted())
         num_before = len(self._group.members)
         self._group.discard(*self._group.members)
@@ -148,14 +152,13 @@ class GroupForming:
         kind: EventKind = "grown" if has_grown else "restarted"
         if why and len(members) >= num_before:
             kind = "moved"
-        joining, seconds = members[num_before:], self._clock.monotonic() - began
-        concerned = joining if has_grown else members
+        seconds = self._group.clock.monotonic() - began
+        concerned = members[num_before:] if has_grown else members
         self._record.add_event(kind, concerned, cause=why, seconds=seconds)
         return state_machine.GroupFormed()
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
-        config, call = self._scale_up.config, self._record.call
         num_members, starting = len(self._group.members), not self._group.members
         missing = state_machine.format_shortage(num_members, min_workers)
         deadline, num_waits, enough_at = 0.0, 0, math.inf
@@ -163,10 +166,10 @@ class GroupForming:
             self._commands.check_open()
             self._scale_up.advance(starting)
             if starting and (error := self._scale_up.error) is not None:
-                if isinstance(error, WorkerLostError) and call.causes:
+                if isinstance(error, WorkerLostError) and self._record.call.causes:
                     raise self._record.make_error(str(error), cause=error)
                 raise error
-            now = self._clock.monotonic()
+            now = self._group.clock.monotonic()
             if num_members + len(self._scale_up.ready_workers()) >= min_workers:
                 enough_at = min(enough_at, now)
                 if now >= enough_at + self._scale_up.grace_s():
@@ -174,14 +177,14 @@ class GroupForming:
             is_short = num_members + self._scale_up.num_started() < min_workers
             if is_short and now >= deadline and not self._group.notices.detect_ray_silence():
                 room = self._group.describe_room()
-                if num_waits == config.max_attempts:
+                if num_waits == self._config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
                     raise self._record.make_error(why)
-                wait_s = backoff_s(num_waits, config)
+                wait_s = policies.backoff_s(num_waits, self._config)
                 cause = f"{missing}, and {room}"
                 self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
                 deadline, num_waits = now + wait_s, num_waits + 1
-            self._clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
+            self._group.clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
 
     def _start_group(self, min_workers: int) -> bool:
         """Wait for workers, and form a group of them. Return whether none was lost."""
@@ -204,7 +207,7 @@ class GroupForming:
         step, results = progress.position.global_step, self._record.call.leaving_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
-        if not (self._policy.survivors_stay and self._scale_up.config.grow):
+        if not (self._policy.survivors_stay and self._config.grow):
             self._scale_up.discard()  # late workers could never join
         return True
 
@@ -255,7 +258,7 @@ class GroupForming:
         Without a leader, they run their setup.
         """
         self._record.generation += 1
-        contexts = assign_contexts(
+        contexts = policies.assign_contexts(
             [member.info for member in entering],
             generation=self._record.generation,
             distributed=self._backend is not None,
@@ -285,24 +288,24 @@ class GroupForming:
 
         With `listening`, declare workers lost whose processes are stopped.
         """
-        attempt, timeout_s = Attempt(calls, self._clock), self._commands.timeout_s
-        deadline = self._clock.monotonic() + timeout_s
-        mention_at = self._clock.monotonic() + _MENTION_S
+        attempt, timeout_s = Attempt(calls, self._group.clock), self._commands.timeout_s
+        deadline = self._group.clock.monotonic() + timeout_s
+        mention_at = self._group.clock.monotonic() + _MENTION_S
         while attempt.is_running:
             has_collected = attempt.collect(1.0)
             self._commands.check_open()
-            if self._clock.monotonic() > mention_at:
+            if self._group.clock.monotonic() > mention_at:
                 mention_at += _MENTION_S
                 waiting = list_ranks(self._record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
             if listening and not has_collected:
                 _, lost = self._commands.probe_or_kill(
                     attempt.pending,
-                    lambda: attempt.collect(0.0) or self._clock.monotonic() > deadline,
+                    lambda: attempt.collect(0.0) or self._group.clock.monotonic() > deadline,
                 )
                 attempt.lost |= lost
                 attempt.pending = {m: f for m, f in attempt.pending.items() if m not in lost}
-            if self._clock.monotonic() > deadline and not self._group.detect_cut_off():
+            if self._group.clock.monotonic() > deadline and not self._group.detect_cut_off():
                 waiting = list_ranks(self._record.ranks, attempt.pending)
                 self._interrupt_failed(attempt)
                 raise WorkerTimeoutError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.progress import Holdings, ProcessStatus, Progress, ReportedPosition
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
@@ -20,7 +21,7 @@ from raysgd.elastic import state_machine
 from raysgd.elastic.attempt import Attempt, results_of
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import BUSY_TICK_S, Commands
-from raysgd.elastic.group_record import list_ranks
+from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import ScaleUp
@@ -68,13 +69,9 @@ class HealthMonitor:
         known, unknown = {m: p.process for m, p in progress.items()}, ProcessStatus()
         waiting = {m: known.get(m, unknown).collective for m in self.attempt.pending}
         returned = {m: known.get(m, unknown) for m in self.attempt.outcomes}
-        if (
-            not returned
-            or None in waiting.values()
-            or not all(p.blocked_on_driver for p in returned.values())
-            # A worker that has returned may have started a collective that is still running.
-            or any(p.collective is not None for p in returned.values())
-        ):
+        # A worker that has returned may have started a collective that is still running.
+        are_idle = all(p.blocked_on_driver and p.collective is None for p in returned.values())
+        if not (returned and are_idle) or None in waiting.values():
             self._waiting = {}
         elif waiting != self._waiting:
             self._waiting, self._waiting_since = waiting, now
@@ -110,6 +107,8 @@ class HealthMonitor:
 class Supervision:
     """Makes attempts at the running call."""
 
+    _group: ActorGroup
+    _record: GroupRecord
     _commands: Commands
     _scale_up: ScaleUp
     _preemption: PreemptionWatch
@@ -118,8 +117,6 @@ class Supervision:
     _speed: SpeedMonitor
 
     def __post_init__(self) -> None:
-        self._group, self._record = self._commands.group, self._commands.record
-        self._clock = self._group.clock
         self.set_call(self._record.call)
 
     def set_call(self, call: Call) -> None:
@@ -133,8 +130,10 @@ class Supervision:
         """The newest attempt, or None before the first worker receives the call."""
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
-        self._new_goal_saves: bool | None = False
-        """Whether callbacks save soon with the next goal, or None if the call has its goal."""
+        self._needs_goal = True
+        """Whether the next attempt sets the goal of the call: the first, and each after a save."""
+        self._goal_saves_soon = False
+        """Whether callbacks save soon with that goal."""
 
     def survey(self) -> state_machine.Surveyed:
         """Let the components check the group. Return the changes that are due."""
@@ -179,25 +178,18 @@ class Supervision:
 
     def make_attempt(self, action: state_machine.RunCall) -> state_machine.GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
-        call, preemption = self._record.call, self._preemption
-        if preemption.must_save and call.can_pause:
+        if self._preemption.must_save and self._record.call.can_pause:
             self._record.update(self._snapshots.rescue(self._commands))
-            preemption.must_save, self._new_goal_saves = False, True
+            self._preemption.must_save = False
+            self._needs_goal = self._goal_saves_soon = True
         self.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
             self._commands.pause_at(None)
-        if action.is_replay:
-            assert self._replay is not None
-            call = self._replay
-        elif (saves := self._new_goal_saves) is not None and call.set_goal is not None:
-            newest = newest_progress([self._record.progress, self.progress_before])
-            call.request = call.set_goal(newest.position, saves)
-            self._new_goal_saves = None
-        everyone, rank = self._group.members, call.rank
-        members = list(everyone) if rank is None else [everyone[rank]]
+        call = self._choose_call(action.is_replay)
+        members = self._group.members[:] if call.rank is None else [self._group.members[call.rank]]
         with contextlib.ExitStack() as stack:
             packed, inbox = self._pack_request(call, members, stack)
-            self.attempt = attempt = Attempt({}, self._clock)
+            self.attempt = attempt = Attempt({}, self._group.clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 answer = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
                 attempt.add(member, answer)
@@ -209,6 +201,18 @@ class Supervision:
                 outcome.payload = inbox.resolve(outcome.payload)
         return self._end_attempt(call, action, attempt, polled)
 
+    def _choose_call(self, is_replay: bool) -> Call:
+        """Return the replay, or the running call, and set its goal if necessary."""
+        call = self._record.call
+        if is_replay:
+            assert self._replay is not None
+            call = self._replay
+        elif self._needs_goal and call.set_goal is not None:
+            newest = newest_progress([self._record.progress, self.progress_before])
+            call.request = call.set_goal(newest.position, self._goal_saves_soon)
+            self._needs_goal = False
+        return call
+
     def _pack_request(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
@@ -216,8 +220,7 @@ class Supervision:
         call.log_points.begin(self._record.position.global_step, members)
         request = call.request
         if call.rank is None:
-            shares = self._share_balancer.choose_for(members)
-            request = request.for_attempt(shares, self._split)
+            request = request.for_attempt(self._share_balancer.choose_for(members), self._split)
         self._split = 0
         if self._group.options.is_inline:
             if call.on_wait is not None or call.log_points.show is not None:
@@ -236,8 +239,8 @@ class Supervision:
     ) -> state_machine.GroupEvent:
         """Let the components check the group after an attempt, and return its event."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
-        returned = [member for member in self._group.members if member in attempt.outcomes]
-        progress = {member: attempt.outcomes[member].progress for member in returned}
+        known = attempt.outcomes
+        progress = {m: known[m].progress for m in self._group.members if m in known}
         call.log_points.add(progress, self._group.members)
         self._record.update(*(progress.values() or [polled]))
         if progress:
@@ -292,7 +295,7 @@ class Supervision:
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
-        monitor = HealthMonitor(attempt, self._record.ranks, self._clock)
+        monitor = HealthMonitor(attempt, self._record.ranks, self._group.clock)
         newest = None
         while attempt.is_running:
             self._commands.check_open()
