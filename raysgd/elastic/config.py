@@ -67,15 +67,14 @@ class ElasticConfig:
                 f'{where}(shares={self.shares!r}): must be "even", "measured", or a mapping of '
                 "names of nodes to relative shares."
             )
-        names = ("auto", "epoch")
-        if isinstance(self.snapshot_every, str) and self.snapshot_every not in names:
+        every = self.snapshot_every
+        if isinstance(every, str) and every not in ("auto", "epoch"):
             raise ValueError(
-                f'{where}(snapshot_every={self.snapshot_every!r}): must be "auto", "epoch", a '
-                "number of steps, or None."
+                f'{where}(snapshot_every={every!r}): must be "auto", "epoch", a number of steps, '
+                "or None."
             )
-        if self.snapshot_every not in (*names, None):
-            every = as_int(where, "snapshot_every", self.snapshot_every, 1)
-            set_fields(self, snapshot_every=every)
+        if not isinstance(every, str | None):
+            set_fields(self, snapshot_every=as_int(where, "snapshot_every", every, 1))
 
 
 def as_elastic_config(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:

@@ -69,14 +69,13 @@ class PreemptionWatch:
             seconds = left_s if math.isfinite(left_s) else 0.0
             self._record.add_event("draining", concerned, cause=notice.cause, seconds=seconds)
         if news:
-            soon = self._group.clock.time() + self._leave_s
-            is_short = any(notice.deadline <= soon for notice in news.values())
+            is_short = any(notice.deadline <= self._soon for notice in news.values())
             num_staying = len(self._group.members) - len(preempted)
             self.must_save |= is_short or num_staying < max(1, self._group.options.min_workers)
 
     @property
-    def _leave_s(self) -> float:
-        return _LEAVE_S + 4 * self._step_s
+    def _soon(self) -> float:
+        return self._group.clock.time() + _LEAVE_S + 4 * self._step_s
 
     def due_to_leave(self, num_ready: int) -> list[WorkerHandle]:
         """Return the members that leave at the next step if `num_ready` workers can join.
@@ -87,8 +86,7 @@ class PreemptionWatch:
         """
         preempted = self._group.preempted() if self._can_join else {}
         in_order = sorted(preempted, key=lambda member: preempted[member].deadline)
-        soon = self._group.clock.time() + self._leave_s
-        due = [member for member in in_order[num_ready:] if preempted[member].deadline <= soon]
+        due = [m for m in in_order[num_ready:] if preempted[m].deadline <= self._soon]
         num_workers = len(self._group.members)
         most = min(num_workers + num_ready - self._group.options.min_workers, num_workers - 1)
         if num_workers == 1:

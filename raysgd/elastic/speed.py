@@ -140,7 +140,7 @@ def find_cause(
         return None
     rank, why = _find_slow_link(workers, links or {}) if phase == "wait" else (None, "")
     text = _ADVICE_FOR_ALL[phase].format(
-        percent=_percent_of(least_s[phase], step_s),
+        percent=f"{100 * least_s[phase] / step_s:.0f} % of the",
         since=since,
         all=" on all workers" if len(workers) > 1 else "",
         loader=_advice_for_loader(workers[0]),
@@ -168,14 +168,10 @@ def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
     times = f"{slow[phase] / usual[phase]:.1f} times" if is_known else "much"
     text = _ADVICE_FOR_ONE[phase].format(
         longer=f"{times} longer than the others{since}",
-        percent=_percent_of(slow[phase], slowest.step_s),
+        percent=f"{100 * slow[phase] / slowest.step_s:.0f} % of the",
         loader=_advice_for_loader(slowest),
     )
     return Cause(phase, slowest.rank, f"Worker {slowest.rank} on {slowest.host} {text}")
-
-
-def _percent_of(part_s: float, step_s: float) -> str:
-    return f"{100 * part_s / step_s:.0f} % of the"
 
 
 def _advice_for_loader(worker: WorkerSpeed) -> str:
@@ -261,7 +257,7 @@ class SpeedMonitor:
         self._timing = timings
         self._newest = {member: self._times_of(each) for member, each in timings.items()}
         rows = self._times_since(self._window)
-        if _seconds(rows) >= _WINDOW_S and _has_steps(rows):
+        if _seconds(rows) >= _WINDOW_S and rows[:, _STEPS].all():
             cause = find_cause(self._speeds(rows), 0, self._links)
             self._causes[None if cause is None else cause[:2]] += 1
             self._window = self._newest
@@ -319,7 +315,7 @@ class SpeedMonitor:
         before, self._laps[kind] = self._laps.get(kind, {}), newest
         new = np.zeros(len(PHASES) + 2)
         rows = np.array([_difference(now, before.get(m, new)) for m, now in newest.items()])
-        if not (rows.size and _has_steps(rows)):
+        if not (rows.size and rows[:, _STEPS].all()):
             return {}
         names = [*(f"{name}_s" for name in PHASES), "samples_per_s"]
         seconds = rows[:, :_STEPS].sum(axis=1)
@@ -334,7 +330,3 @@ def _difference(new: PhaseTimes, old: PhaseTimes) -> PhaseTimes:
 
 def _seconds(rows: PhaseTimes) -> float:
     return float(rows[:, :_STEPS].sum(axis=1).max())
-
-
-def _has_steps(rows: PhaseTimes) -> bool:
-    return bool(rows[:, _STEPS].all())

@@ -296,17 +296,14 @@ def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Transition:
     if not policy.survivors_stay:
         actions += [Do.RESCUE_STATE] if policy.rescues_state else []
         actions += [DiscardWorkers()]
-    last_action: Action = Do.SURVEY
+    why = ""
     if budget.has_begun:
         budget = replace(budget, num_failures=budget.num_failures + 1)
         if budget.num_failures > budget.max_failures:
-            last_action = Fail(
-                f"workers were lost in one call more often than max_retries={budget.max_failures}",
-                lost,
-            )
+            why = f"workers were lost in one call more often than max_retries={budget.max_failures}"
     else:
         budget = replace(budget, num_early_failures=budget.num_early_failures + 1)
         if budget.num_early_failures > policy.max_attempts:
             why = f"workers were lost {budget.num_early_failures} times before the call began"
-            last_action = Fail(why, lost)
-    return replace(state, budget=budget), (*actions, last_action)
+    actions += [Fail(why, lost) if why else Do.SURVEY]
+    return replace(state, budget=budget), tuple(actions)
