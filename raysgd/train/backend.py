@@ -249,18 +249,8 @@ class BackendExecutor:
             iteration = manifest.global_step
         elif checkpoint is not None:
             checkpoints.blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
-        keeps_batch = self._elastic.global_batch == "keep"
-        spec = RunSpec(
-            uuid.uuid4().hex,
-            pickle_function(train_func),
-            checkpoints.blob,
-            iteration,
-            metadata=dict(metadata or {}),
-            name=name,
-            folder="" if run_dir is None else str(run_dir),
-            encode=self._find_override("encode_data"),
-            full_size=self.options.num_workers if keeps_batch else None,
-        )
+        spec = self._make_spec(train_func, run_dir, metadata)
+        spec = replace(spec, checkpoint=checkpoints.blob, iteration=iteration, name=name)
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
         self._earlier, self.checkpoints = self._saved, checkpoints
@@ -272,11 +262,24 @@ class BackendExecutor:
             self._await_idle_workers(controller)
             run.begin()
 
+    def _make_spec(self, function: Callable[[], Any], folder: Any, metadata: Any) -> RunSpec:
+        keeps_batch = self._elastic.global_batch == "keep"
+        return RunSpec(
+            uuid.uuid4().hex,
+            pickle_function(function),
+            metadata=dict(metadata or {}),
+            folder="" if folder is None else str(folder),
+            encode=self._find_override("encode_data"),
+            full_size=self.options.num_workers if keeps_batch else None,
+        )
+
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Wait until every worker has reported, and return the reports by rank.
 
         Return None when the function has returned on all workers. Raise the exception of the
         function, or WorkerLostError if workers are lost more often than ``max_retries`` allows.
+        After a loss, `Controller._react` restarts all workers within `run.send`, with the snapshot
+        that `start_training` has set.
         """
         run = self._require_run("fetch_next_result")
         with self.abort_on_error():

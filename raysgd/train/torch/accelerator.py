@@ -271,7 +271,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     process_state.seed = seed
 
 
-# Files with whole models contain this name.
+# Pickled models refer to this function by module and name: do not move or rename it.
 def _in_autocast(
     precision: Precision, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
