@@ -114,8 +114,7 @@ class CheckpointCallback(Callback):
         self._saved_at = trainer.global_step
         if not self._resume or trainer.epoch or trainer.global_step:
             return
-        restored = self._store.restore()
-        if restored is None:
+        if (restored := self._store.restore()) is None:
             return
         shown = Location(restored.path).label
         try:
@@ -159,10 +158,8 @@ class CheckpointCallback(Callback):
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         # After other errors of raysgd, reading the state could wait for workers that never answer.
-        is_of_user = not isinstance(error, RaySGDError)
-        self._can_save = is_of_user or isinstance(
-            error, BadStepsError | CallbackError | RemoteError
-        )
+        may_answer = BadStepsError | CallbackError | RemoteError
+        self._can_save = isinstance(error, may_answer) or not isinstance(error, RaySGDError)
         try:
             self._save_rest(trainer)
         finally:
@@ -204,16 +201,14 @@ class CheckpointCallback(Callback):
                 self._newest = Location(store.save(state, metrics, *labels)).label
             except NotFiniteError as error:
                 logger.warning("%s", error)
+            except Exception as error:
+                if not self._blocking:  # the error is raised later
+                    logger.error("Could not write a checkpoint: %s", error)
+                raise
 
         if self._blocking:
             write()
             return
         executor = ThreadPoolExecutor(1)  # the interpreter waits for it at exit
         self._write = executor.submit(write)
-        self._write.add_done_callback(_log_failure)
         executor.shutdown(wait=False)
-
-
-def _log_failure(write: Future[None]) -> None:
-    if (error := write.exception()) is not None:
-        logger.error("Could not write a checkpoint: %s", error)
