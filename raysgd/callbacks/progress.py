@@ -21,8 +21,6 @@ _MAX_METRICS = 4
 """Maximum number of metrics in a bar."""
 _LINE_EVERY_S = 30.0
 """Seconds between two lines if there is no terminal."""
-_WITHOUT_END = sys.maxsize
-"""Value of `num_epochs` in a `fit` that only a number of steps or a duration limits."""
 
 
 class EpochLines(Callback):
@@ -230,7 +228,7 @@ def _print(line: str) -> None:
 
 def _position_in_run(trainer: Trainer, epoch: int) -> str:
     """Return "epoch 2/8", or "epoch 2" if a number of steps or a duration limits the `fit`."""
-    has_end = trainer.num_epochs is not None and trainer.num_epochs < _WITHOUT_END
+    has_end = trainer.num_epochs is not None and trainer.num_epochs < sys.maxsize
     return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"
 
 
