@@ -302,12 +302,14 @@ class AverageMeterCollection:
             if is_mean and name in self._mergeable:
                 value, is_mean = _sums_of(value, n), False
             if is_mean:
-                meter = self._meters.setdefault(name, AverageMeter())
-                before, size = (math.prod(np.shape(each)) for each in (meter._last, value))
-                if n and meter.count and size != before:
+                if (meter := self._meters.get(name)) is None:
+                    meter = self._meters[name] = AverageMeter()
+                before, shape = getattr(meter._last, "shape", ()), getattr(value, "shape", ())
+                if n and meter.count and before != shape and math.prod(before) != math.prod(shape):
                     raise ValueError(
-                        f"The metric {name!r} has {size} elements, but had {before} in an earlier "
-                        "batch. Return one number, such as the mean, or always as many elements."
+                        f"The metric {name!r} has {math.prod(shape)} elements, but had "
+                        f"{math.prod(before)} in an earlier batch. Return one number, such as the "
+                        "mean, or always as many elements."
                     )
                 meter.update(value, n)
             elif isinstance(value, MergeableMetric):

@@ -282,7 +282,8 @@ def as_metrics(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
     for key in result:
         if not isinstance(key, str):
             raise TypeError(f"{name} named a metric {key!r}. The name must be a string.")
-    check_number(f"{name} returned ", NUM_SAMPLES, on_cpu(result.get(NUM_SAMPLES, 1)))
+    if type(num_samples := result.get(NUM_SAMPLES, 1)) is not int or num_samples < 0:
+        check_number(f"{name} returned ", NUM_SAMPLES, on_cpu(num_samples))
     return result
 
 
