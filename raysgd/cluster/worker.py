@@ -106,7 +106,7 @@ class Worker:
     ) -> None:
         if hides_gpus:  # Ray hides GPUs only from processes that reserve some
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        self.runner: Runner | None = None
+        self.runner: Runner | None = None  # `teardown` can unset it while control threads run
         self._backend: CollectiveBackend | None = None
         self._rank = 0
         self._is_remote = is_remote
@@ -207,8 +207,8 @@ class Worker:
             if generation is not None and generation < self._generation:
                 return
             self._interruption = self._interruption or "interrupted"
-            if self.runner is not None:
-                self.runner.set_interrupted(True)
+            if (runner := self.runner) is not None:
+                runner.set_interrupted(True)
             if self._backend is not None:
                 self._backend.interrupt()
 
@@ -222,9 +222,9 @@ class Worker:
         self.interrupt()
 
     def progress(self, acknowledged_step: int = -1) -> Progress:
-        if self.runner is None:
+        if (runner := self.runner) is None:
             return Progress()
-        progress, backend = self.runner.progress(acknowledged_step), self._backend
+        progress, backend = runner.progress(acknowledged_step), self._backend
         measured, process = progress.measured, progress.process
         if self._terminated_at is not None:
             process = process._replace(terminated_s=time.monotonic() - self._terminated_at)
@@ -260,14 +260,14 @@ class Worker:
 
         Return None if it was sent before, or is of another step or number of changes.
         """
-        state = None if self.runner is None else self.runner.acquire_snapshot(num_changes)
-        if state is None or (step is not None and state["global_step"] != step):
+        state = None if (runner := self.runner) is None else runner.acquire_snapshot(num_changes)
+        if runner is None or state is None or (step is not None and state["global_step"] != step):
             return None
         began = time.monotonic()
         try:
             return _send_if_large(pack(state), inbox)
         finally:
-            self._hosted.release_snapshot(state, time.monotonic() - began)
+            runner.release_snapshot(state, time.monotonic() - began)
 
     def stacks(self) -> str:
         return stacks()
@@ -285,11 +285,11 @@ class Worker:
 
     @property
     def _hosted(self) -> Runner:
-        if self.runner is None:
+        if (runner := self.runner) is None:
             raise RuntimeError(
                 "This worker has no runner, because it was torn down or not created."
             )
-        return self.runner
+        return runner
 
     def _outcome_of(self, function: Callable[[], Any]) -> Outcome:
         try:

@@ -185,21 +185,21 @@ class OperatorRunner(Runner, ABC):
 
     @property
     def _hosted_loop(self) -> Loop:
-        if self._loop is None:
+        if (loop := self._loop) is None:
             raise RuntimeError("This worker has no operator: its setup has not finished.")
-        return self._loop
+        return loop
 
-    # ---- access from another thread
+    # ---- access from another thread, in which `teardown` can unset `_loop` at any time
 
     def progress(self, acknowledged_step: int = -1) -> progress.Progress:
-        if self._loop is None:
+        if (loop := self._loop) is None:
             return progress.Progress()
-        train_state, segment = self._train_state, self._train_state.segment
-        running, features = segment or self._loop.evaluation.batches, train_state.features
+        train_state, segment = loop.train_state, loop.train_state.segment
+        running, features = segment or loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
-        source, snapshots, now = self._loop.source, self._loop.snapshots, train_state.position
-        call, timing = self._loop.call_record, train_state.timing.totals
+        source, snapshots, now = loop.source, loop.snapshots, train_state.position
+        call, timing = loop.call_record, train_state.timing.totals
         num_copies = train_state.context.world_size if is_merged else 1
         position = progress.ReportedPosition(
             epoch=now.epoch,
@@ -219,7 +219,7 @@ class OperatorRunner(Runner, ABC):
             timing=timing,
         )
         measured = progress.Measured(
-            step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
+            step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
             timing=timing,
             log_points=call.release_points(acknowledged_step),
@@ -242,14 +242,15 @@ class OperatorRunner(Runner, ABC):
 
     def pause_at(self, step: int | None) -> int:
         self.control.driver_pause_step = math.inf if step is None else step
-        return 0 if self._loop is None else self._train_state.position.global_step
+        return 0 if (loop := self._loop) is None else loop.train_state.position.global_step
 
     def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
-        return None if self._loop is None else self._loop.snapshots.begin_sending(num_changes)
+        loop = self._loop
+        return None if loop is None else loop.snapshots.begin_sending(num_changes)
 
     def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:
-        if self._loop is not None:
-            self._loop.snapshots.end_sending(snapshot, seconds)
+        if (loop := self._loop) is not None:
+            loop.snapshots.end_sending(snapshot, seconds)
 
     # ---- requests
 
