@@ -79,7 +79,7 @@ class Loop:
         train_state = self.train_state
         self._begin_call(request)
         self._add_due_point(request)
-        while (limit := self._next_limit(request)) != 0:
+        while not self._is_at_goal(request):
             step, pause = self._position.global_step, request.callback_pause_step
             if pause is not None and step >= pause:
                 return PAUSED
@@ -87,7 +87,7 @@ class Loop:
                 raise PausedError
             if step <= request.start_step:
                 self.call_record.clear()
-            self._train_segment(limit, request)
+            self._train_segment(self._limit_of_segment(request), request)
             self._add_due_point(request)
         offset = self._position.offset
         if self.source.is_partitioned and offset and self.source.steps_left(offset) == 0:
@@ -132,19 +132,17 @@ class Loop:
                 self.call_record.add_point()
             self._next_log_step = (max(step, start) // every + 1) * every
 
-    def _next_limit(self, request: TrainRequest) -> int | None:
-        """Return the limit of the next segment: 0 at the goal, and None if its epoch ends it.
+    def _is_at_goal(self, request: TrainRequest) -> bool:
+        call, epochs, until = self.call_record.state, request.until_epoch, request.until_step
+        has_epochs = epochs is not None and self._position.epoch >= epochs + call.extra_epochs
+        has_steps = until is not None and self._position.global_step >= until
+        return call.ended_early or has_epochs or has_steps
 
-        Steps that were done before the call have their own segment.
-        """
+    def _limit_of_segment(self, request: TrainRequest) -> int | None:
+        """Return the maximum number of steps of the next segment, or None if its epoch ends it."""
         step, until = self._position.global_step, request.until_step
-        call, epochs = self.call_record.state, request.until_epoch
-        if epochs is not None and self._position.epoch >= epochs + call.extra_epochs:
-            return 0
-        if call.ended_early or (until is not None and step >= until):
-            return 0
         if step < request.start_step:
-            return request.start_step - step
+            return request.start_step - step  # steps that were done before the call
         return None if until is None else until - step
 
     def _train_segment(self, limit: int | None, request: TrainRequest) -> None:
@@ -248,7 +246,7 @@ class Loop:
             is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad:
             self.call_record.state.ended_early = True
-            self.train_state.segment.pause_step = 0  # a past step, so that the segment ends now
+            self.train_state.segment.pause_now()
 
     def _end_failed_segment(self, segment: Segment) -> None:
         """Undo the update of a segment that raised, and record its metrics."""

@@ -117,6 +117,10 @@ class Segment:
         split_batch = self._train_state.micro_batching.split_batch
         self._micro_batches.extend(split_batch(batch, micro_batch, self.may_split))
 
+    def pause_now(self) -> None:
+        """End the segment when the loop requests the next batch."""
+        self.pause_step = 0  # a past step
+
     def _decide_end(self) -> bool:
         if self._is_exhausted or self.num_steps == self.total_steps:
             return True
