@@ -97,9 +97,9 @@ class BatchSource:
             self.why_not_partitioned = ""
             self.who_reads = "your code selects the part of each worker"
         self._has_length = has_length and length_of(loader) is not None
-        self._unfinished: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
-        self._iteration: Any = None  # the newest iterator over the loader
-        self.unread: Iterator[Any] | None = None  # of the newest iteration, for the next segment
+        self._iteration: Any = None  # the newest over the loader, until `close_workers`
+        self._stopped_at: tuple[int, int] | None = None  # epoch and offset, if it can continue
+        self._unread: Iterator[Any] | None = None  # for the next segment, until `end_iteration`
 
     def __len__(self) -> int:
         """Return this worker's batches per epoch."""
@@ -115,6 +115,28 @@ class BatchSource:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    # ---- the iteration that the segments of an epoch share
+
+    @property
+    def has_iteration(self) -> bool:
+        return self._unread is not None
+
+    def open_iteration(self, epoch: int, offset: int, limit: int | None = None) -> Iterator[Any]:
+        """Continue the iteration, or begin one of at most `limit` steps."""
+        if self._unread is None:
+            self._unread = self.batches(epoch, offset, limit)
+        return self._unread
+
+    def give_back(self, batches: Iterable[Any]) -> None:
+        """Read batches again in the iteration. A partitioned source reads them by their offset."""
+        if self.is_partitioned:
+            self.end_iteration()
+        elif self._unread is not None:
+            self._unread = itertools.chain(batches, self._unread)
+
+    def end_iteration(self) -> None:
+        self._unread = None
+
     # ---- reading
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
@@ -122,8 +144,8 @@ class BatchSource:
 
         An unpartitioned loader reads and skips the batches before `offset`.
         """
-        iterator, self._unfinished = self._unfinished.get((epoch, offset)), {}
-        if iterator is None or offset == 0:
+        iterator, stopped_at, self._stopped_at = self._iteration, self._stopped_at, None
+        if offset == 0 or stopped_at != (epoch, offset):
             iterator = self._iteration = iterate_once(set_loader_epoch(self.loader, epoch))
             for _ in itertools.islice(iterator, offset):
                 pass
@@ -132,7 +154,7 @@ class BatchSource:
             return
         if self.steps_left(offset + num_steps) == 0:
             next(iterator, None)  # code of the loader after its last batch may matter
-        self._unfinished = {(epoch, offset + num_steps): iterator}
+        self._stopped_at = epoch, offset + num_steps
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         """Return this worker's micro-batches in an update of `num_steps` steps.
@@ -153,10 +175,10 @@ class BatchSource:
         return num_batches
 
     def close_workers(self) -> None:
-        """Stop the worker processes of the loader. The next iteration starts new processes."""
-        self._unfinished = {}
+        """End the iteration, and stop the loader's processes. The next iteration starts others."""
+        self.end_iteration()
         # PyTorch has no public way: it stops them with the iterator, which a traceback can keep.
-        iteration, self._iteration = self._iteration, None
+        iteration, self._iteration, self._stopped_at = self._iteration, None, None
         stop = getattr(iteration, "_shutdown_workers", getattr(iteration, "close", None))
         if stop is not None:
             stop()
@@ -211,12 +233,8 @@ class BatchSource:
     def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
         """Partition the epoch again. `config_batch_size`: the new ``config[BATCH_SIZE]``."""
 
-    def change_partition(self, **fields: Any) -> bool:
-        """Set `shares` or `may_split` of the partition, and return whether they changed.
-
-        Shares are valid until the next `repartition`.
-        """
-        return False
+    def change_partition(self, **fields: Any) -> None:
+        """Set `shares`, up to a `repartition`, or `may_split`. A change ends the iteration."""
 
     def batching(self) -> tuple[int, bool] | None:
         """Return a worker's batch size, and whether it follows ``config[BATCH_SIZE]``."""
@@ -298,7 +316,7 @@ class PartitionedSource(BatchSource):
         "_partition.batch_size", "Samples of this worker per step in a group of full size."
     )
     global_batch_size: int | None = forward_to("_partition.step_size")
-    epoch_samples: int = forward_to(lambda self: self.partition.end(0))
+    epoch_samples: Any = property(lambda self: self.partition.end(0))
 
     def __len__(self) -> int:
         if self._epoch_size is None:
@@ -326,14 +344,16 @@ class PartitionedSource(BatchSource):
         return self._partition.offset_after(offset, num_steps)
 
     def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
+        self.end_iteration()
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
         layout = self._partition.layout
         if self._follows_config and config_batch_size is not None and layout.num_parts is None:
             self.set_batch_size(config_batch_size, follows_config=True)
 
-    def change_partition(self, **fields: Any) -> bool:
-        before, self._partition = self._partition, replace(self._partition, **fields)
-        return any(getattr(before, name) != value for name, value in fields.items())
+    def change_partition(self, **fields: Any) -> None:
+        if any(getattr(self._partition, name) != value for name, value in fields.items()):
+            self._partition = replace(self._partition, **fields)
+            self.end_iteration()
 
     def batching(self) -> tuple[int, bool] | None:
         return self._partition.batch_size, self._follows_config

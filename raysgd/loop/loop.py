@@ -117,8 +117,8 @@ class Loop:
         source = train_state.data.select_training(request.dataset)
         if train_state.data.trains_on != trained_on:
             self._position.offset = 0  # of another epoch
-        if source.change_partition(shares=request.shares) or source is not self.source:
-            self.restart_iteration()
+            self.source.end_iteration()
+        source.change_partition(shares=request.shares)
         self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
 
@@ -152,6 +152,7 @@ class Loop:
             with train_state.timers.record("train_epoch"):
                 result = bind_epoch(operator, segment, request.info or {}, position.epoch)()
             segment.finish()
+            metrics = as_metrics(operator.train_epoch, result)
         except IndivisibleError:  # train the step again with whole batches
             self._end_failed_segment(segment)
             train_state.check_undamaged()
@@ -164,18 +165,17 @@ class Loop:
             if split := train_state.micro_batching.split_after(error, batch, segment.may_split):
                 raise RetrySplitError(split) from error
             raise
-        metrics = as_metrics(operator.train_epoch, result)
         if segment.num_steps or not segment.was_read:
             self.call_record.add(segment.start_step, with_weight(metrics, segment.num_steps or 1))
         if not segment.was_read:  # the loop has its own batches, and may have counted them
             position.global_step = max(segment.start_step, int(operator.global_step))
+        train_state.end_segment()
         if position.global_step == segment.start_step and not segment.has_paused:
             self._handle_empty_segment(segment, request.until_epoch or 0)
-        train_state.end_segment()
         self.call_record.state.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
-            segment.source.unread = None
+            segment.source.end_iteration()
             train_state.end_epoch()
 
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
@@ -226,7 +226,7 @@ class Loop:
                 agree_on_batch = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
             agree_on_batch = partial(check_same_samples, source, train_state.collectives)
-        if source.unread is None:
+        if not source.has_iteration:
             source.agree_on_order(source.current_epoch, offset, train_state.collectives)
         return steps_left, agree_on_batch
 
@@ -250,10 +250,12 @@ class Loop:
 
     def _end_failed_segment(self, segment: Segment) -> None:
         """Undo the update of a segment that raised, and record its metrics."""
-        segment.end_after_error()
-        if self.train_state.meters is not None:
-            self.call_record.add(segment.start_step, self.train_state.meters.summary())
-        self.train_state.end_segment()
+        try:
+            segment.end_after_error()
+            if self.train_state.meters is not None:
+                self.call_record.add(segment.start_step, self.train_state.meters.summary())
+        finally:
+            self.train_state.end_segment()
 
     def _handle_empty_segment(self, segment: Segment, until_epoch: int) -> None:
         """Handle a segment without a step.
@@ -269,8 +271,8 @@ class Loop:
                 # The previous call stopped at the end of an epoch of unknown length.
                 call.extra_epochs += 1
         else:
-            loop = f"{type(self.operator).__name__}.train_epoch"
-            drew_none = f"{loop} drew no batch from its iterator"
+            kind = type(self.operator).__name__
+            drew_none = f"{kind}.train_epoch drew no batch from its iterator"
             if segment.limit is not None:
                 raise RuntimeError(
                     f"{drew_none}, so raysgd cannot count num_steps. Draw the batches from the "
@@ -305,9 +307,4 @@ class Loop:
                 bind_epoch(self.operator, segment, {}, self._position.epoch)()
         finally:
             source.close_workers()
-            source.unread = None
         source.repartition(context.world_size, context.world_rank, config_batch_size)
-
-    def restart_iteration(self) -> None:
-        """Start a new iteration over the loader in the next segment."""
-        self.train_state.segment = self.source.unread = None

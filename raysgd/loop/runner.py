@@ -58,8 +58,8 @@ class OperatorRunner(Runner, ABC):
         train_state.begin_generation(context)
         state = self._load_from_leader(leader_rank) if context.distributed else None
         train_state.is_new = False
-        if train_state.saved_position() != position or loop.source.is_partitioned:
-            loop.restart_iteration()  # otherwise, the loop continues to read the same batches
+        if train_state.saved_position() != position:
+            loop.source.end_iteration()  # otherwise, the next segment may continue it
         if not train_state.holdings.is_complete:
             loop.snapshots.clear()
         self.operator.on_world_change()
@@ -171,7 +171,6 @@ class OperatorRunner(Runner, ABC):
 
     def teardown(self) -> None:
         if self._loop is not None:
-            self._loop.restart_iteration()
             self._train_state.data.release()
         self._loop = None
 
@@ -245,8 +244,7 @@ class OperatorRunner(Runner, ABC):
         return 0 if (loop := self._loop) is None else loop.train_state.position.global_step
 
     def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
-        loop = self._loop
-        return None if loop is None else loop.snapshots.begin_sending(num_changes)
+        return None if (loop := self._loop) is None else loop.snapshots.begin_sending(num_changes)
 
     def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:
         if (loop := self._loop) is not None:
@@ -417,7 +415,7 @@ class OperatorRunner(Runner, ABC):
                 incoming.receive()
             state_access.load(state)
         train_state.update.record_damage(False)
-        self._hosted_loop.restart_iteration()
+        self._hosted_loop.source.end_iteration()
         self._hosted_loop.call_record.state.last_validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import time
 from collections import deque
@@ -34,9 +33,9 @@ class Segment:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source if memory ran out.
 
-    It reads what is `unread` of the source, or else begins an iteration over it. `agree_on_batch`
-    returns 0 if any rank has no batch, and may compare the samples of ranks. The functions
-    `after_commit` run after each commit, unless the loop has raised.
+    It continues the iteration of the source, or begins one. `agree_on_batch` returns 0 if any rank
+    has no batch, and may compare the samples of ranks. The functions `after_commit` run after each
+    commit, unless the loop has raised.
     """
 
     _train_state: TrainState
@@ -63,11 +62,11 @@ class Segment:
         self.start_step, self.start_offset = self._position.global_step, self._position.offset
         self.num_steps = 0
         self._started = time.perf_counter()
-        self.batch: Any = None
-        # Batches of the update, to train them again. None: the source can read the batch again.
+        self.batch: Any = None  # the newest batch of the update
+        # Batches of the update, until the commit, to give them back. None: the source needs none.
         self._drawn: list[Any] = []
-        self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
-        self._ahead: Any = _NOTHING  # a batch of the loader that no update has
+        self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()  # not yet yielded
+        self._ahead: Any = _NOTHING  # a batch of the source, until an update has it
 
     def __iter__(self) -> Segment:
         return self
@@ -112,10 +111,18 @@ class Segment:
         batch, self._ahead = self._ahead, _NOTHING
         # A partitioned source can read the batch again by its offset.
         self._drawn.append(None if self.source.is_partitioned else batch)
-        micro_batch = self._plan_batch()
+        number, train_state = len(self._drawn), self._train_state
+        if number == 1:  # the first batch plans the whole update
+            num_steps = train_state.accumulation_steps
+            if self.total_steps is not None:
+                num_steps = min(num_steps, self.total_steps - self.num_steps)
+            self._update.reset(self.source.plan(self._position.offset, num_steps))
+        planned = self._update.plan.micro_batches
+        if number < len(planned) and not self.source.is_partitioned:
+            self._read_ahead()  # the loader may end before its claimed length
         self.batch = batch
-        split_batch = self._train_state.micro_batching.split_batch
-        self._micro_batches.extend(split_batch(batch, micro_batch, self.may_split))
+        split_batch = train_state.micro_batching.split_batch
+        self._micro_batches.extend(split_batch(batch, planned[number - 1], self.may_split))
 
     def pause_now(self) -> None:
         """End the segment when the loop requests the next batch."""
@@ -155,22 +162,8 @@ class Segment:
     def _batches(self) -> Iterator[Any]:
         """The iteration over the source. It opens when `allow_split` can no longer be called."""
         position, source = self._position, self.source
-        if source.change_partition(may_split=self.may_split) or source.unread is None:
-            source.unread = source.batches(position.epoch, position.offset, self.read_limit)
-        return source.unread
-
-    def _plan_batch(self) -> MicroBatch:
-        """Return the plan of the newest batch. The first batch plans the whole update."""
-        index = len(self._drawn) - 1
-        if index == 0:
-            num_steps = self._train_state.accumulation_steps
-            if self.total_steps is not None:
-                num_steps = min(num_steps, self.total_steps - self.num_steps)
-            self._update.reset(self.source.plan(self._position.offset, num_steps))
-        planned = self._update.plan.micro_batches
-        if index + 1 < len(planned) and not self.source.is_partitioned:
-            self._read_ahead()  # the loader may end before its claimed length
-        return planned[index]
+        source.change_partition(may_split=self.may_split)
+        return source.open_iteration(position.epoch, position.offset, self.read_limit)
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""
@@ -204,11 +197,8 @@ class Segment:
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
         if self.has_loader_failed:
-            self.source.close_workers()
-        if self.has_loader_failed or self.source.is_partitioned:
-            self.source.unread = None  # the next iteration starts at the offset
-        elif self.source.unread is not None:
-            self.source.unread = itertools.chain(again, self.source.unread)
+            self.source.close_workers()  # the next iteration begins at the offset
+        self.source.give_back(again)
 
     @property
     def epoch_is_over(self) -> bool:

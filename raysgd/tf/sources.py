@@ -19,7 +19,6 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal.collectives import Collectives
-from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import describe
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
@@ -187,7 +186,6 @@ class DatasetSource(PartitionedSource):
         self._layout, self._training, self._splits = layout, training, splits
         self._newest_plan = UpdatePlan()
         self._num_begun = 0
-        self._iteration: _Iteration | None = None
 
     def __len__(self) -> int:
         if (length := self.steps_left(0)) is None:
@@ -234,8 +232,8 @@ class DatasetSource(PartitionedSource):
         while self._num_begun < order:
             self._num_begun += 1
             self._iteration = _Iteration(self.loader, epoch, self.is_compared)
-        assert self._iteration is not None
-        return self._iteration
+        iteration: _Iteration = self._iteration
+        return iteration
 
     def _own_batches(
         self, iteration: _Iteration, offset: int, stop: int | None = None
@@ -245,6 +243,7 @@ class DatasetSource(PartitionedSource):
         size = partition.world_size if gives_whole_batches else partition.step_size
         while stop is None or offset < stop:
             drawn = iteration.read(offset, size if stop is None else min(size, stop - offset))
+            self.update_digest = iteration.digest
             if not drawn:
                 return
             offset += len(drawn)
@@ -289,10 +288,6 @@ class DatasetSource(PartitionedSource):
         if not self._training and rank >= total:
             return None
         return _slice_rows(batch, *part_of(total, size, rank, shares))
-
-    update_digest: int = forward_to(
-        lambda self: 0 if self._iteration is None else self._iteration.digest
-    )
 
     def step_digest(self) -> int | None:
         # In training, each update compares `update_digest`.

@@ -41,13 +41,13 @@ def make_steps(
         batches = list(batches)
         steps_left = len(batches)
     source = BatchSource(batches)
-    source.unread, source.is_partitioned = iter(batches), is_partitioned
+    source.is_partitioned = is_partitioned
     return train_state, Segment(train_state, source, LoopControl(), limit, steps_left, agree)
 
 
 def rest_after_error(steps):
     steps.end_after_error()
-    return list(steps.source.unread)
+    return list(steps.source.open_iteration(0, 0))
 
 
 def reading(size, fetched):
@@ -223,7 +223,6 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
 
 def test_after_an_error_before_the_first_batch_an_iteration_can_begin():
     train_state, steps = make_steps("ab")
-    steps.source.unread = None
     steps.end_after_error()
     assert list(Segment(train_state, steps.source, LoopControl())) == ["a", "b"]
 
