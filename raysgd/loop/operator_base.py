@@ -49,16 +49,17 @@ class OperatorBase:
         "_train_state.context.local_rank", "Rank of this worker among the workers of its node."
     )
     world_size: int = forward_to("_train_state.context.world_size", "Current number of workers.")
-    use_fp16: bool = forward_to(
-        lambda self: self._train_state.settings.options.use_fp16 is not False,
-        "Whether training runs in mixed precision.",
-    )
     use_tqdm: bool = forward_to(
         "_train_state.settings.options.use_tqdm", "Whether the trainer shows a progress bar."
     )
     timers: TimerCollection = forward_to(
         "_train_state.timers", "Timers of this call, see :class:`raysgd.utils.TimerCollection`."
     )
+
+    @property
+    def use_fp16(self) -> bool:
+        """Whether training runs in mixed precision."""
+        return self._train_state.settings.options.use_fp16 is not False
 
     @property
     def global_step(self) -> int:

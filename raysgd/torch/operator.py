@@ -73,24 +73,31 @@ class TrainingOperator(OperatorBase):
         self._update_features = OperatorFeatures(self._train_state.registered)
 
     device: torch.device = forward_to("_train_state.settings.device", "This worker's device.")
-    device_ids: list[int] | None = forward_to(
-        lambda self: None if self.device.index is None else [self.device.index],
-        "List with the index of this worker's GPU, or None without a GPU.",
-    )
-    use_gpu: bool = forward_to(lambda self: self.device.type == "cuda", "Whether it has a GPU.")
-    use_fp16_native: bool = forward_to(
-        lambda self: self._train_state.settings.options.use_fp16 is True,
-        "Whether ``torch.amp`` provides mixed precision.",
-    )
-    use_fp16_apex: bool = forward_to(
-        lambda self: self._train_state.settings.options.use_fp16 == "apex",
-        "Whether NVIDIA Apex provides mixed precision.",
-    )
     _start_averaging: Callable[..., None] = forward_to("_update_features.averaging.start")
     scheduler_step_freq: str | None = forward_to(
         "_train_state.registered.scheduler_step_freq",
         'When schedulers step: "batch", "epoch", "manual", or None.',
     )
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """List with the index of this worker's GPU, or None without a GPU."""
+        return None if self.device.index is None else [self.device.index]
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether it has a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def use_fp16_native(self) -> bool:
+        """Whether ``torch.amp`` provides mixed precision."""
+        return self._train_state.settings.options.use_fp16 is True
+
+    @property
+    def use_fp16_apex(self) -> bool:
+        """Whether NVIDIA Apex provides mixed precision."""
+        return self._train_state.settings.options.use_fp16 == "apex"
 
     # ---- methods to override
 

@@ -26,8 +26,7 @@ __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]
 
 def _forward_to_executor(name: str) -> Any:
     """Return a property of the trainer: a property of its executor."""
-    doc = getattr(BackendExecutor, name).__doc__
-    return forward_to(f"_executor.{name}", doc or "")
+    return forward_to(f"_executor.{name}", getattr(BackendExecutor, name).__doc__)
 
 
 @fold_tracebacks

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.forwarding import forward_to
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.registered import RegisteredObjects
@@ -39,15 +38,14 @@ class SampleRate(UpdateFeature):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._record_gradient_time)
 
-    def _median_speed(self) -> float:
+    @property
+    def samples_per_s(self) -> float:  # type: ignore[override]
         # The training thread may append a step in the meantime.
         steps = [s for s in self._steps.copy() if not self._on_gpu or s[-1][2].query()]
         sizes = [sum(size for size, _, _ in step) for step in steps]
         seconds = [sum(self._seconds(began, ended) for _, began, ended in step) for step in steps]
         speeds = [size / s for size, s in zip(sizes, seconds, strict=True) if s > 0]
         return statistics.median(speeds) if speeds else 0.0
-
-    samples_per_s: float = forward_to(_median_speed)
 
     def begin_micro_batch(self, update: Update) -> None:
         self._end_batch()

@@ -23,7 +23,6 @@ from torch.utils.data import (
 )
 
 from raysgd._internal.collectives import Collectives
-from raysgd._internal.forwarding import forward_to
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
@@ -153,9 +152,9 @@ class MapStyleSource(PartitionedSource):
             self._partition = replace(self._partition, epoch_size=size)
         return self._partition
 
-    shuffles: bool = forward_to(
-        lambda self: (self.epoch_order if self._numbered is None else self._numbered).shuffles
-    )
+    @property
+    def shuffles(self) -> bool:  # type: ignore[override]
+        return (self.epoch_order if self._numbered is None else self._numbered).shuffles
 
     def _copy_for_user(self) -> Self:
         copied = super()._copy_for_user()

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import OTHER
 from raysgd.comm.mesh import SAME_COLLECTIVES
 from raysgd.errors import ReplicasDifferError
@@ -32,7 +31,7 @@ class OwnModels(StatePlacement):
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
         self._registered = registered
 
-    replicates: bool = forward_to(lambda self: any(map(is_ddp, self._registered.models)))
+    replicates: Any = property(lambda self: any(map(is_ddp, self._registered.models)))
 
 
 class GroupExchange(GradientExchange):
@@ -42,15 +41,14 @@ class GroupExchange(GradientExchange):
         self._registered = registered
         self._dtypes: Mapping[Any, torch.dtype] = {}
 
-    needs_warm_up: bool = forward_to(
-        lambda self: (
-            self._registered.device.type == "cuda"
-            or any(map(replicated_model.is_compiled, self._registered.models))
-        )
-    )
-    num_workers: int = forward_to(
-        lambda self: self._registered.settings.context.world_size if self._averages else 1
-    )
+    @property
+    def needs_warm_up(self) -> bool:  # type: ignore[override]
+        models, device = self._registered.models, self._registered.device
+        return device.type == "cuda" or any(map(replicated_model.is_compiled, models))
+
+    @property
+    def num_workers(self) -> int:  # type: ignore[override]
+        return self._registered.settings.context.world_size if self._averages else 1
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         self._dtypes = {p: p.dtype for m in self._registered.models for p in m.parameters()}

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.progress import Holdings
 from raysgd.checkpoint.file import SHARDS
@@ -355,13 +354,12 @@ class ShardedOptimizers(StatePlacement):
             for each in registered.optimizers
         ]
 
-    holdings: Holdings = forward_to(
-        lambda self: next(
-            (each.holdings for each in self.features if each.holdings.condition == "lost"),
-            Holdings(is_complete=False),
-        )
-    )
-    is_in_sync: bool = forward_to(lambda self: all(each.is_in_sync for each in self.features))
+    @property
+    def holdings(self) -> Holdings:  # type: ignore[override]
+        lost = (each.holdings for each in self.features if each.holdings.condition == "lost")
+        return next(lost, Holdings(is_complete=False))
+
+    is_in_sync: Any = property(lambda self: all(each.is_in_sync for each in self.features))
 
     def is_unsharded(self, owner: Any) -> bool:
         return all(owner is not feature.optimizer for feature in self.features)
