@@ -115,7 +115,7 @@ class BatchSource:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    # ---- the iteration that the segments of an epoch share
+    # ---- reading, in an iteration that the segments of an epoch share
 
     @property
     def has_iteration(self) -> bool:
@@ -136,8 +136,6 @@ class BatchSource:
 
     def end_iteration(self) -> None:
         self._unread = None
-
-    # ---- reading
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset`.

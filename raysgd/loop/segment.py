@@ -63,7 +63,7 @@ class Segment:
         self.num_steps = 0
         self._started = time.perf_counter()
         self.batch: Any = None  # the newest batch of the update
-        # Batches of the update, until the commit, to give them back. None: the source needs none.
+        # Batches of the update, until the commit. None: a partitioned source can read it again.
         self._drawn: list[Any] = []
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()  # not yet yielded
         self._ahead: Any = _NOTHING  # a batch of the source, until an update has it
@@ -109,7 +109,6 @@ class Segment:
         if self._ahead is _NOTHING:
             raise StopIteration
         batch, self._ahead = self._ahead, _NOTHING
-        # A partitioned source can read the batch again by its offset.
         self._drawn.append(None if self.source.is_partitioned else batch)
         number, train_state = len(self._drawn), self._train_state
         if number == 1:  # the first batch plans the whole update
