@@ -7,22 +7,19 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 from raysgd._internal.progress import Bar
 from raysgd._internal.values import jsonable, numbers_in
 from raysgd.elastic.events import Event
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
-if TYPE_CHECKING:
-    from raysgd.trainer.base import OperatorTrainer
-
 logger = logging.getLogger(__name__)
 
 _COUNTS, _MAX_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
-Trainer: TypeAlias = "OperatorTrainer"  # its module imports this one
-# In the hooks of base classes it is Any, so that users may annotate theirs as `TorchTrainer`.
+Trainer = Any
+"""An `OperatorTrainer`, whose module imports this one. Users may annotate a `TorchTrainer`."""
 
 
 class LastCall(NamedTuple):
@@ -75,28 +72,28 @@ class Callback:
     stops_at_nan: bool = False
     """Whether ``train()`` ends in a step whose loss is not finite, and logs no warning."""
 
-    def on_train_start(self, trainer: Any) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         """Handle the start of ``fit()``, or else of the first ``train()`` or ``validate()``."""
 
-    def on_train_end(self, trainer: Any) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """Handle the end of the ``fit()`` that started the callback, or the end of the trainer."""
 
-    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``train()`` that completed an epoch.
 
         Later callbacks and the caller see metrics that you add to `metrics`.
         """
 
-    def on_steps_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``train()`` that ended within an epoch.
 
         In ``fit()``, only ``max_steps`` ends an epoch early.
         """
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``validate()``."""
 
-    def on_result(self, trainer: Any, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Handle the result of an epoch: of training and, if ``fit()`` validates it, of both.
 
         Outside of ``fit()``, each ``train()`` that completes an epoch has a result, and the first
@@ -108,7 +105,7 @@ class Callback:
             metrics: of both. A metric that validations have is never that of training.
         """
 
-    def on_log(self, trainer: Any, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Handle the metrics of the steps since the last call of this hook in the epoch.
 
         The workers continue to train, so this comes up to about a second late. You cannot call
@@ -120,27 +117,27 @@ class Callback:
             metrics: the same metrics as from ``train()``, for these steps.
         """
 
-    def on_event(self, trainer: Any, event: Event) -> None:
+    def on_event(self, trainer: Trainer, event: Event) -> None:
         """Handle an event, once, during a call. Workers may be waiting, so be quick.
 
         You cannot call the workers here, for example by ``save`` or ``train``. Do that in the next
         `on_epoch_end`. The next start brings the events since the last end.
         """
 
-    def on_exception(self, trainer: Any, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Handle an exception of ``train()``, ``validate()`` or ``fit()``, including Ctrl-C."""
 
     def next_pause(self, global_step: int) -> int | None:
         """Return the step above `global_step` at which to call `on_pause` next; None for never."""
         return None
 
-    def on_pause(self, trainer: Any) -> None:
+    def on_pause(self, trainer: Trainer) -> None:
         """Handle a pause of all workers within an epoch, at the step that `next_pause` returned.
 
         You can read and save the state. ``train``, ``validate`` and ``load_state_dict`` raise.
         """
 
-    def on_progress(self, trainer: Any, kind: str, progress: Sequence[Bar]) -> None:
+    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Bar]) -> None:
         """Handle the progress of workers, several times per second during a call.
 
         Args:
@@ -164,24 +161,23 @@ class Callback:
 class LoggerCallback(Callback):
     """Writes the result of each call. Override `log`, and hooks such as `on_event`."""
 
-    def log(self, trainer: Any, call: LastCall, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
 
-    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        assert trainer.last_call is not None
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self.log(trainer, trainer.last_call, metrics)
 
     on_steps_end = on_validation_end = on_epoch_end
 
-    def on_log(self, trainer: Any, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         self.log(trainer, call, metrics)
 
 
 def logdir_of(trainer: Trainer) -> Path:
     """Return the run folder of a trainer that has one, because of `needs_logdir`."""
-    assert trainer.logdir is not None
-    trainer.logdir.mkdir(parents=True, exist_ok=True)
-    return trainer.logdir
+    folder: Path = trainer.logdir
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def complete_last_line(path: Path) -> None:

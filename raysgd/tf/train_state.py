@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -28,9 +28,6 @@ from raysgd.tf.options import TFSettings
 from raysgd.tf.sources import KerasSources
 from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
 
-if TYPE_CHECKING:
-    from raysgd.tf.features import KerasOptimization
-
 _RATE = re.compile("'learning_rate': [^,}]*")
 _PURPOSE = re.compile(r"[^/_\d]+(?=[_\d]*$)")  # the last word of a path, such as velocity
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of objects, which each get_config may create again
@@ -43,7 +40,7 @@ class KerasTrainState(TrainState):
     data: KerasSources
     losses: BatchLosses
     """Set by ``register``, like `optimization`."""
-    optimization: KerasOptimization
+    optimization: Any  # a `KerasOptimization`, whose module imports this one
     given_models: list[Any] = forward_to("models")
 
     def __init__(self, settings: TFSettings) -> None:
