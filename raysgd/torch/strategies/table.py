@@ -102,6 +102,8 @@ def as_sharding_args(
         as_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
     call, scales = f'register(sharding="{sharding}")', registered.precision.scales_loss
     conflicts.check(sharding, call, options, models, ddp_args, scales)
+    if (mode := mode_of(options, sharding, distributed=True)) != sharding:
+        conflicts.refuse(call, f'the mode "{mode}", which options of the trainer have chosen')
     strategy.check(call, models, registered.optimizers)
     return sharding_args
 

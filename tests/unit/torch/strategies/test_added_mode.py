@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import Guard, TrainingOperator
+from raysgd import EqualBits, Guard, TrainingOperator
 from raysgd.loop.feature import StatePlacement, UpdateFeature
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
 from raysgd.torch.strategies.exchange import GradientExchange
@@ -57,14 +57,16 @@ class Local(TrainingOperator):
         return {}
 
 
+LOCAL = Strategy(lambda _: GradientExchange(), LocalModels, ["every"])
+
+
 class Case(cases.Case):
     operator_cls = Local
 
     def run(self, rank):
         """Return the batch of each step, and the parameters after it."""
         with pytest.MonkeyPatch.context() as patch:
-            local = Strategy(lambda _: GradientExchange(), LocalModels, ["every"])
-            patch.setitem(STRATEGIES, "local", local)
+            patch.setitem(STRATEGIES, "local", LOCAL)
             runner, found = self.start(rank), []
         for step in range(1, NUM_STEPS + 1):
             runner.handle(TrainRequest(call_number=step, until_step=step))
@@ -89,3 +91,10 @@ def test_local_sgd_averages_models_every_few_updates_and_in_exports(workers):
         found = [parameters for _, parameters in pair]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         assert all(map(torch.equal, *found)) == is_average
+
+
+@pytest.mark.parametrize("option", [{"exact": EqualBits(6)}, {"wrap_ddp": False}])
+def test_an_option_that_chooses_another_mode_is_an_error(option, monkeypatch):
+    monkeypatch.setitem(STRATEGIES, "local", LOCAL)
+    with pytest.raises(ValueError, match=r'sharding="local"\) does not work with the mode "'):
+        Case(num_workers=1, settings=option).start(0)
