@@ -160,8 +160,6 @@ class OperatorBase:
             train_state.meters = before
         return meters.summary()
 
-    # ---- for callbacks
-
     # ---- for subclasses
 
     def _eval_mode(self) -> contextlib.AbstractContextManager[object]:

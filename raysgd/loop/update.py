@@ -217,7 +217,10 @@ class OptimizerSteps:
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
         weights, self.running_optimizer = self._update.loss_weights, None
-        self.are_skipped = not weights.divisor and (self.are_skipped or not self.counts)
+        if weights.divisor:
+            self.are_skipped = False
+        elif not self.counts:
+            self.are_skipped = True
         weights.end_optimizer_step()
         self.came_late = self._update.state is UpdateState.CLOSED
         if not self.came_late:

@@ -82,6 +82,7 @@ class DataParallelTrainer:
             self._check_split()
         self.scaling_config = as_scaling_config(self.scaling_config)
         self.run_config = as_run_config(self.run_config)
+        # These two only check the arguments.
         bind_config(self.train_loop_per_worker, self.train_loop_config)
         CallbackHandler(self.run_config.callbacks)
         self.create_executor()

@@ -75,7 +75,8 @@ class SequentialSource(PartitionedSource):
         turns = partition.world_size * partition.batch_size  # of all workers, in validation
         unit = partition.step_size if partition.training else turns
         while offset < end:
-            self._span = offset, size = offset, self._read_to(offset, min(unit, end - offset))
+            size = self._read_to(offset, min(unit, end - offset))
+            self._span = offset, size
             step = replace(partition, epoch_size=size)
             if step.end(0) == 0:
                 return

@@ -17,8 +17,8 @@ Elsewhere, code asks for what the mode changes, not for its name:
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``update.has_fixed_parts``: an update needs copies, and ends with its commit (`Update`). Each
   worker has the metrics of all (`CallRecord`, `OperatorRunner`), whose sums have a fixed order
-  (`BadStepFilter`, `TrainingOperator`). The total of losses (`LossWeights`). Errors for steps that
-  cannot be made in parts (`StepChecks`).
+  (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses
+  (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`).
 """
 
 from __future__ import annotations
