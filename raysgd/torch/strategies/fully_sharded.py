@@ -107,7 +107,8 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
 
     def _apply_updates(self) -> None:
         self._await_workers()
-        copy_all((self._current_elements(p), p.value) for p in self._pieces if p.value is not None)
+        new, pieces = self._version + 1, self._pieces
+        copy_all((self._current_elements(p), p.values[new]) for p in pieces if new in p.values)
         self._received = {}
 
     def roll_back(self, update: Update) -> None:
@@ -161,8 +162,8 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
             elements = self._parameters[piece.param_index].detach().reshape(-1)
             piece = replace(piece, base=elements[piece.start : piece.stop].clone())
         # A rank that is behind has computed the update, but has not applied it.
-        if self._version < version and piece.value is not None:
-            piece = replace(piece, base=piece.value)
+        if self._version < version and version in piece.values:
+            piece = replace(piece, base=piece.values[version])
         return super()._message(piece, start, stop, version)
 
     @torch.no_grad()

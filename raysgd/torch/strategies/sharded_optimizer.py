@@ -121,8 +121,7 @@ class OptimizerShards(UpdateFeature):
                 first, _ = layout.shards[shard][piece.param_index]
                 view = updated[piece.start - first : piece.stop - first]
                 if piece.version > self._version:  # it has its update
-                    assert piece.value is not None
-                    contents.append((piece, view, piece.value))
+                    contents.append((piece, view, piece.values[self._version + 1]))
                     continue
                 contents.append((piece, view, self._current_elements(piece)))
                 view.grad = self._gradient(shard, piece)
@@ -132,7 +131,7 @@ class OptimizerShards(UpdateFeature):
                 stepped.append(piece)
         copy_all((view, content) for _, view, content in contents)
         for piece, view, _ in contents:
-            piece.value = view
+            piece.values[self._version + 1] = view
         self._running = [group["params"] for group in groups], stepped
         for group, of_group in zip(groups, params, strict=True):
             group["params"] = of_group
@@ -174,12 +173,14 @@ class OptimizerShards(UpdateFeature):
             return
         self._restore_params()
         for piece in self._pieces:
-            piece.version = self._version + 1
+            piece.version = max(piece.version, self._version + 1)
         if id(self.optimizer) in self._registered.update.optimizer_steps.requested:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self._apply_updates()
         self._version += 1
+        if not self._registered.update.is_open:
+            self.commit(self._registered.update)  # outside of updates, no step is undone
 
     def _apply_updates(self) -> None:
         """Copy the updates of all workers into the parameters."""
@@ -197,9 +198,9 @@ class OptimizerShards(UpdateFeature):
         for group, parameters in zip(self.optimizer.param_groups, of_groups, strict=True):
             group["params"] = parameters
         for piece in pieces:
-            assert piece.value is not None
-            piece.state = self.optimizer.state.get(piece.value, {})
-            piece.value.grad = None
+            updated = piece.values[self._version + 1]
+            piece.state = self.optimizer.state.get(updated, {})
+            updated.grad = None
         self.optimizer.state = defaultdict(dict)
         self._running = None
 
@@ -208,8 +209,7 @@ class OptimizerShards(UpdateFeature):
         self._buffers = {}
         self.is_in_sync = all(piece.version == self._version for piece in self._pieces)
         for piece in self._pieces:
-            if piece.version == self._version:
-                piece.value = None
+            piece.values = {n: v for n, v in piece.values.items() if n > self._version}
 
     def roll_back(self, update: Update) -> None:
         if self._running is not None:  # the optimizer raised within its step
@@ -219,7 +219,7 @@ class OptimizerShards(UpdateFeature):
         if update.optimizer_steps.running_optimizer is self.optimizer:
             update.optimizer_steps.end(self.optimizer)  # parameters change together, after it
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
-        if update.is_open and update.optimizer_steps.need_copies:
+        if update.is_open:
             self._version = self._committed_version  # `Rollback` restores the parameters
 
     # ---- state of this worker
@@ -311,9 +311,8 @@ class OptimizerShards(UpdateFeature):
         pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
         shards = [layout.shard(each, size) for each in range(size)]
         transfers = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
-        self.holdings = Holdings(is_complete=False)
+        self.holdings = Holdings(False, condition="lost" if transfers is None else "good")
         if transfers is None:
-            self.holdings = Holdings(is_complete=False, condition="lost")
             return super().receive(leader_rank)
         by_src: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in transfers:

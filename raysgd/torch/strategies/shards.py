@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -233,8 +233,8 @@ class Piece:
     """Number of updates of the elements."""
     state: dict[str, Any]
     """State of the elements in the optimizer."""
-    value: torch.Tensor | None = None
-    """The updated elements, within a step and until the update is committed."""
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The elements after each step of the optimizer, by version, until the update is committed."""
     base: torch.Tensor | None = None
     """The elements before the update. None if this worker has the complete parameter."""
 
@@ -248,9 +248,9 @@ class Piece:
             name: copy_leaf(value[first:last] if is_sharded(value) else value)
             for name, value in self.state.items()
         }
-        value = self.value[first:last].clone() if is_ahead and self.value is not None else None
+        values = {n: v[first:last].clone() for n, v in self.values.items() if is_ahead}
         base = None if self.base is None else self.base[first:last].clone()
-        return self.param_index, start, stop, self.version, state, value, base
+        return self.param_index, start, stop, self.version, state, values, base
 
 
 def is_sharded(value: Any) -> bool:

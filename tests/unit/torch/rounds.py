@@ -101,9 +101,10 @@ class Divided(TrainingOperator):
         (tokens,) = self.to_device(batch)
         if batch_info["global_step"] == 2 and self.config["case"].sharding == "optimizer":
             self.all_models[0].frozen.requires_grad_(True)
-        for number, (model, optimizer) in enumerate(
-            zip(self.all_models, self.optimizers, strict=True)
-        ):
+        pairs = [*zip(self.all_models, self.optimizers, strict=True)]
+        if len(pairs) > self.config["case"].register.get("gradient_accumulation_steps", 1):
+            pairs.insert(0, pairs[0])  # two steps of this optimizer
+        for number, (model, optimizer) in enumerate(pairs):
             self.at("forward")
             output = model(tokens)
             loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten())

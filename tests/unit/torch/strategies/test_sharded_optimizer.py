@@ -99,13 +99,8 @@ CHOSEN = [
     replace(FULL_ROUND, leaves=[(1, 3, "update"), (3, 3, "backward")], joins_at=6),
     # one worker remains
     Round(copies=3, leaves=[(1, 3, "update"), (2, 3, "update"), (3, 5, "step")], joins_at=6),
-    # the update of one optimizer is undone with the step of the other
-    Round(
-        leaves=[(2, 4, "after 0")],
-        joins_at=6,
-        num_optimizers=2,
-        register={"max_grad_norm": 0.05},
-    ),
+    # two updates of one optimizer are undone with the step of the other
+    Round(leaves=[(2, 4, "after 1")], joins_at=6, num_optimizers=2, register=FULL_ROUND.register),
     replace(FULL_ROUND, copies=0, leaves=[(1, 3, "update")], is_lost=True),
     Round(leaves=[(1, 3, "update"), (2, 3, "update")], is_lost=True),
     # a worker without copies leaves after a notice
