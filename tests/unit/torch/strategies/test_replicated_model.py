@@ -13,7 +13,7 @@ from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.strategies import replicated_model
-from raysgd.torch.strategies.replicated_exchange import UserWrappedExchange
+from raysgd.torch.strategies.replicated_exchange import ReplicatedExchange, UserWrappedExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel
 from raysgd.torch.train_state import TorchTrainState
 
@@ -126,13 +126,17 @@ def test_rebuild_keeps_hooks(process_group):
 def test_rebuilt_wrapper_equals_that_of_a_new_worker(process_group):
     """A surviving worker may rebuild between two micro-batches of a step."""
     wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
-    required = replicated_model.averaged_parameters(wrapped)
     with wrapped.no_sync():
         wrapped(torch.ones(1, 2)).sum().backward()
     assert not wrapped.require_forward_param_sync
-    replicated_model.rebuild_reducer(wrapped, required)
+    replicated_model.rebuild_reducer(wrapped, replicated_model.averaged_parameters(wrapped))
     assert wrapped.require_forward_param_sync
     assert wrapped.require_backward_grad_sync
+    exchange = ReplicatedExchange(SimpleNamespace(models=[wrapped], accumulation_steps=1))
+    exchange.use_wrappers(())
+    wrapped(torch.ones(1, 2)).sum().backward()
+    exchange.roll_back(None)
+    assert wrapped._passes.first_pass is None
 
 
 def test_rebuild_keeps_communication_hooks_without_state(process_group):
