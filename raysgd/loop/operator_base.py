@@ -219,9 +219,8 @@ class OperatorBase:
 
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""
-        train_state, kind = self._train_state, type(self).__name__
-        models, optimizers = train_state.given_models, train_state.optimizers
-        for what, objects in (("models", models), ("optimizers", optimizers)):
+        state, kind = self._train_state, type(self).__name__
+        for what, objects in (("models", state.given_models), ("optimizers", state.optimizers)):
             if len(objects) > 1:
                 raise RuntimeError(
                     f"{kind} registered {len(objects)} {what}, and the default train_batch trains "
@@ -281,8 +280,9 @@ def as_metrics(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
     for key in result:
         if not isinstance(key, str):
             raise TypeError(f"{name} named a metric {key!r}. The name must be a string.")
-    if type(num_samples := result.get(NUM_SAMPLES, 1)) is not int or num_samples < 0:
-        check_number(f"{name} returned ", NUM_SAMPLES, on_cpu(num_samples))
+    count = result.get(NUM_SAMPLES, 1)
+    if (type(count) is not int or count < 0) and not isinstance(count := on_cpu(count), bool):
+        check_number(f"{name} returned ", NUM_SAMPLES, count)
     return result
 
 

@@ -39,7 +39,7 @@ def test_training_continues_after_a_metric_without_a_mean(make_trainer):
     assert trainer.train()["batch_count"] == 4
 
 
-@pytest.mark.parametrize("num_samples", [0, 0.5, 8])
+@pytest.mark.parametrize("num_samples", [0, 0.5, 8, True])
 def test_train_batch_may_return_any_number_of_samples(make_trainer, num_samples):
     trainer = make_trainer(Returning, {"returned": {"num_samples": num_samples}})
     assert trainer.train()["num_samples"] == 5 * num_samples
