@@ -104,11 +104,11 @@ def find_unpicklable(value: Any) -> tuple[str, Any]:
 
     It leads through items, attributes, base classes, and the variables that functions use.
     """
-    path = ""
+    path, empty = "", types.CellType()  # of a variable without a value
     for _ in range(10):  # a dict may contain itself
         if isinstance(value, Mapping):
             shown, parts = "[{!r}]", value
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType) and empty not in (value.__closure__ or ()):
             shown, parts = " (uses {})", operator.or_(*inspect.getclosurevars(value)[:2])
         else:
             bases = {each.__name__: each for each in getattr(value, "__bases__", ())}

@@ -109,6 +109,11 @@ def needs(resources):
     return {**TWO, "resources_per_worker": resources}
 
 
+def early_hooks():
+    yield lambda: (LOCK, late)
+    late = "has no value yet"
+
+
 WRONG_ARGUMENTS = [
     (of(Classifier({})), TypeError, "training_operator_cls", "not an instance", "Classifier"),
     ({"num_workers": 2}, TypeError, "training_operator_cls"),
@@ -118,13 +123,7 @@ WRONG_ARGUMENTS = [
     (of(CreatorOperator), (TypeError, NotImplementedError), "CreatorOperator", "from_creators"),
     ({**OPERATOR, "num_worker": 2}, TypeError, "'num_worker'", "'num_workers'"),
     ({**TWO, "backend": "nccl"}, ValueError, "nccl", "use_gpu=True", "gloo"),
-    (
-        {**LOCAL_TWO, "use_gpu": True},
-        ValueError,
-        "use_local=True, use_gpu=True",
-        "needs num_workers=1",
-        "use_gpu=False",
-    ),
+    ({**LOCAL_TWO, "use_gpu": True}, ValueError, "use_gpu=True", "num_workers=1", "use_gpu=False"),
     ({**TWO, "config": "lr=1"}, TypeError, "config", "dict", "'lr=1'"),
     ({**TWO, "config": {BATCH_SIZE: 1}}, ValueError, "BATCH_SIZE", "1", "num_workers=2"),
     ({**TWO, "config": {BATCH_SIZE: 32.5}}, TypeError, "BATCH_SIZE", "32.5"),
@@ -141,6 +140,7 @@ WRONG_ARGUMENTS = [
             ("print", "function", "'print'"),
             (generating, "generating", "plain function"),
             (lambda: LOCK, "hook (uses LOCK) to the workers", "lock"),
+            (next(early_hooks()), "hook to the workers", "lock"),
         )
     ),
     *(
