@@ -187,8 +187,7 @@ class TorchProfiler(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         self._begin_at = self._end_at = None
-        packed = trainer.apply_all_operators(_stop)[0]
-        if packed is None:
+        if (packed := trainer.apply_all_operators(_stop)[0]) is None:
             logger.warning("TorchProfiler wrote no trace, because worker 0 was lost.")
             return
         folder = logdir_of(trainer) / "profile"

@@ -62,8 +62,7 @@ class EarlyStopping(Callback):
             raise ValueError(missing_metric("EarlyStopping", self.monitor, trainer.latest_metrics))
 
     def _compare(self, trainer: Trainer, measured: Any) -> None:
-        value = numbers_in({"value": measured}).get("value")
-        if value is None:
+        if (value := numbers_in({"value": measured}).get("value")) is None:
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}): the metric must be a number, but it is "
                 f"{measured!r}."

@@ -63,8 +63,7 @@ class Attempt:
                 finished.append(self._finished.get_nowait())
         for member in [each for each, future in self.pending.items() if future in finished]:
             future = self.pending.pop(member)
-            error = future.exception()
-            if error is None:
+            if (error := future.exception()) is None:
                 outcome = self.outcomes[member] = future.result()
                 if outcome.kind == "user" and self.first_user_error is None:
                     self.first_user_error = (member, outcome)

@@ -33,7 +33,7 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import LossCount, Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
-from raysgd.torch.input.batches import IGNORED
+from raysgd.torch.input.batches import IGNORED, ONE_ELEMENT
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
@@ -98,8 +98,7 @@ class Optimization(UpdateFeature):
         segment: Segment | None = None,
     ) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            expected = "a tensor of one element, such as loss.mean(), not reduction='none'"
-            raise ValueError(f"The loss is {describe(loss)}. It must be {expected}.")
+            raise ValueError(f"The loss is {describe(loss)}. {ONE_ELEMENT}")
         update, registered = self._update, self._registered
         if not isinstance(count, LossCount):
             count = LossCount(None if count is None else as_count(count))

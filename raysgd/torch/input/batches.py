@@ -20,6 +20,7 @@ from raysgd.torch.tensors import tensors_in
 
 IGNORED = -100
 """The default of ``ignore_index`` of losses in PyTorch."""
+ONE_ELEMENT = "It must be a tensor of one element, such as loss.mean(), not reduction='none'."
 
 
 class Batch(NamedTuple):
@@ -184,7 +185,10 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
         if scores is not output and torch.is_grad_enabled():
             _refuse_auxiliary(output, scores)
         output = scores
-    return criterion(output, batch.target)
+    loss = criterion(output, batch.target)
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        raise ValueError(f"The loss is {describe(loss)}. {ONE_ELEMENT}")
+    return loss
 
 
 def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:
