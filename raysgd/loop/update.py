@@ -210,9 +210,16 @@ class OptimizerSteps:
         self.are_skipped = False  # all of them, for lack of items
         self.came_late = False  # after the end of the update
 
-    def begin(self, optimizer: Any) -> None:
+    def request(self, optimizer: Any) -> bool:
+        """Record the request of a step. Return False if it is the second in this micro-batch."""
+        before, self.requested = self.requested, self.requested | {id(optimizer)}
+        return id(optimizer) not in before
+
+    def begin(self, optimizer: Any, is_requested: bool = True) -> None:
         """Begin a step of an optimizer, which may change the state from now on."""
         self.running_optimizer = optimizer
+        if not is_requested:  # ``optimizer.step()`` of user code, after which gradients stay
+            self.requested.discard(id(optimizer))
 
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""

@@ -105,7 +105,7 @@ class KerasOptimization(UpdateFeature):
         if update.optimizer_steps.requested:
             why = "train_batch calls self.minimize() several times"
             self._train_state.micro_batching.refuse_split(why)
-        update.optimizer_steps.requested.add(id(optimizer))
+        update.optimizer_steps.request(optimizer)
         # Without counted items, the planned total is exact: the factor of `earlier` is always 1.0.
         weight = update.loss_weights.add(LossCount(), collectives.size).loss
         if weight != 1.0:

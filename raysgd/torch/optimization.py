@@ -169,12 +169,11 @@ class Optimization(UpdateFeature):
         if not self._in_optimizer_step:
             self._registered.timing.begin(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
-            update.optimizer_steps.requested.discard(id(optimizer))  # so that gradients stay
             if closure is None:
                 exchange.complete_gradients(optimizer)
                 if not update.loss_weights.divisor:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
-        update.optimizer_steps.begin(optimizer)
+        update.optimizer_steps.begin(optimizer, is_requested=self._in_optimizer_step)
         if closure is None:
             return args, kwargs
 

@@ -141,10 +141,9 @@ class StepChecks(UpdateFeature):
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        losses, requested = self._update.loss_weights, self._update.optimizer_steps.requested
-        if id(optimizer) in requested:
+        losses = self._update.loss_weights
+        if not self._update.optimizer_steps.request(optimizer):
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
-        requested.add(id(optimizer))
         if _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
