@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -11,7 +11,7 @@ from raysgd.torch.strategies.replicated_model import is_compiled, is_ddp
 
 
 def check(
-    mode: str,
+    mode: Literal["equal bits", "optimizer", "full"],
     call: str,
     options: Any,
     models: Sequence[torch.nn.Module] = (),
@@ -21,7 +21,7 @@ def check(
     """Raise ValueError if a mode does not work with something else that user code has chosen.
 
     Args:
-        mode: a key of `STRATEGIES`.
+        mode: a key of `STRATEGIES` with rows here.
         call: what has chosen the mode.
         options: of the trainer.
         models: the registered models, if any.
