@@ -27,7 +27,7 @@ class Schedules(UpdateFeature):
         if is_skipped or not update.micro_batch.ends_step:
             return
         if update.in_last_micro_batch:
-            self._checks.check_stepped(update)
+            self._checks.before_commit(update)  # also before a scheduler steps
         for scheduler in self._registered.schedulers:
             scheduler.step()
         self._record_epochs()

@@ -45,12 +45,10 @@ class StepChecks(UpdateFeature):
             self._refuse_split(_NO_BACKWARD)
         self._watch_gradients(self._precision.scales_loss)
 
-    def check_stepped(self, update: Update) -> None:
+    def before_commit(self, update: Update) -> None:
         """Reject an update of several micro-batches without a step of an optimizer."""
         if update.loss_weights.num_earlier and not update.optimizer_steps.counts:
             self._reject("train_batch makes no update in the last batch of a group")
-
-    before_commit = check_stepped
 
     def commit(self, update: Update) -> None:
         self._watched.clear()
