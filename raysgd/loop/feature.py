@@ -167,11 +167,11 @@ class StatePlacement:
 
     # ---- files, snapshots, and exports
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the entries of a state that each worker adds. `merge_shards` merges them."""
-        return {}
+    def saved_shards(self) -> Sequence[Any]:
+        """Return the pieces that this worker saves, by optimizer. `merge_shards` merges them."""
+        return ()
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_shards(self, state: Mapping[str, Any]) -> None:
         """Load this worker's shards from a complete state, after its other entries."""
 
     def export_models(self, num_models: int) -> list[Any] | None:

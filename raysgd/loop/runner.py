@@ -358,8 +358,8 @@ class OperatorRunner(Runner, ABC):
         """
         loop, train_state, data = self._hosted_loop, self._train_state, self._train_state.data
         state: dict[str, Any] = {"global_step": train_state.position.global_step}
-        if sharded := train_state.placement.own_state():
-            state |= sharded
+        if shards := train_state.placement.saved_shards():
+            state[SHARDS] = shards
             if train_state.context.world_rank != 0:
                 return state
         state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
@@ -380,6 +380,7 @@ class OperatorRunner(Runner, ABC):
         After the checks, its entries are loaded in this order:
 
         ========================================  ==============================================
+        ``shards``, only of snapshots             `StateAccess.merge_shards`, before the checks
         ``operator``                              the operator's ``load_state_dict``
         models, optimizers, and of features       `StateAccess.load`
         ``call``, ``batching``, ``module_modes``  as in `_load_from_leader`, only of snapshots

@@ -83,7 +83,7 @@ class TorchStateAccess(StateAccess):
 
     def load(self, state: dict[str, Any]) -> None:
         self._load(state)
-        self._registered.placement.load(state)
+        self._registered.placement.load_shards(state)
 
     def copy_from(self, leader_rank: int, follows: bool) -> None:
         """Load the state of the leader if this rank `follows`. Every rank must call it.

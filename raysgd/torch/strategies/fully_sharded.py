@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.precision.native import NativeAmp
@@ -28,7 +27,7 @@ from raysgd.torch.strategies.replicated_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
-from raysgd.torch.strategies.shards import Piece, ShardUpdate
+from raysgd.torch.strategies.shards import Piece, SavedPiece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu
 
 
@@ -122,14 +121,14 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
 
     # ---- state of this worker
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_shards(self, state: Mapping[str, Any]) -> None:
         """Load this worker's rows from complete states of models and optimizer."""
         (of_optimizer,) = state["optimizers"]
         pairs = zip(self.modules.names, state["models"], strict=False)
         self._values = {
             index: saved[name] for names, saved in pairs for name, index in names.items()
         }
-        self.load_state(of_optimizer)
+        self.load_optimizer_state(of_optimizer)
 
     def shard_state(self) -> None:
         super().shard_state()
@@ -144,12 +143,12 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
             self._shard_models()
         return load
 
-    def own_state(self) -> dict[str, Any]:
+    def saved_shards(self) -> list[list[SavedPiece]]:
         names: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for index, of_model in enumerate(self.modules.names):
             for name, param_index in of_model.items():
                 names[param_index].append((index, name))
-        return {SHARDS: [self.own_pieces(names)]}
+        return [self.saved_pieces(names)]
 
     def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
         if param_index not in self._values:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.progress import Holdings
-from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import StatePlacement, UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.registered import RegisteredObjects
@@ -224,7 +223,7 @@ class OptimizerShards(UpdateFeature):
 
     # ---- state of this worker
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load this worker's shards from a complete state of the optimizer."""
         numbers = [n for group in state["param_groups"] for n in group["params"]]
         pairs = zip(parameters_of(self.optimizer), numbers, strict=True)
@@ -270,7 +269,7 @@ class OptimizerShards(UpdateFeature):
     def sync_initial_state(self) -> None:
         self._token = self._registered.collectives.broadcast(lambda: self._token, 0)
 
-    def own_pieces(self, names: Mapping[int, Any] | None = None) -> list[SavedPiece]:
+    def saved_pieces(self, names: Mapping[int, Any] | None = None) -> list[SavedPiece]:
         """Return this worker's pieces of the optimizer's state, and of models with `names`."""
         return [
             {
@@ -374,9 +373,9 @@ class ShardedOptimizers(StatePlacement):
         for feature, own in zip(self.features, shards, strict=True):
             feature.import_shards(own)
 
-    def own_state(self) -> dict[str, Any]:
-        return {SHARDS: [each.own_pieces() for each in self.features]}
+    def saved_shards(self) -> list[list[SavedPiece]]:
+        return [each.saved_pieces() for each in self.features]
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_shards(self, state: Mapping[str, Any]) -> None:
         for feature, saved in zip(self.features, state["optimizers"], strict=True):
-            feature.load_state(saved)
+            feature.load_optimizer_state(saved)
