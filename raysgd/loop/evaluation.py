@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,48 +49,57 @@ class Evaluation:
             train_state.position.validation_offset = offset
         else:
             source.close_workers()
-        self.batches = None
         return call_record.result()
 
     def _evaluate(self, source: BatchSource, offset: int, request: ValidateRequest) -> int:
         """Evaluate the steps of a request, and return the next offset."""
-        operator, train_state = self._operator, self._train_state
-        steps_left = request.num_steps
+        operator, train_state, steps_left = self._operator, self._train_state, request.num_steps
         source.agree_on_order(0, offset, train_state.collectives)
         while steps_left is None or steps_left > 0:
             left_in_epoch = source.steps_left(offset)
             limit = min((n for n in (steps_left, left_in_epoch) if n is not None), default=None)
-            read = source.batches(0, offset, limit)
-            self.batches = batches = _EvaluationBatches(source, read, self._control, limit)
-            train_state.meters = None
-            try:
-                # A worker that has fewer batches may have to wait at the end of the context.
-                with train_state.evaluating(), train_state.timers.record("validation"):
-                    result = operator.validate(batches, request.info)
-            except BaseException:
-                self._control.failed_at = batches.describe_position()
-                self.batches = None
-                source.close_workers()
-                raise
+            timer = train_state.timers.record("validation")
+            with self._reading(source, offset, limit) as batches, timer:
+                result = operator.validate(batches, request.info)
             metrics = as_metrics(operator.validate, result)
-            self._compare_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
             self._call_record.own_segments.append((train_state.position.global_step, metrics))
-            # With a known length, count the steps of the group, and not this rank's batches.
-            taken = limit
-            if taken is None or left_in_epoch is None:
-                taken = source.steps_taken(batches.num_finished_steps)
-            if offset == 0 and (left_in_epoch == 0 or (batches.is_exhausted and taken == 0)):
-                has_others = train_state.context.world_size > 1
-                rank = train_state.context.world_rank if has_others else None
+            if limit is None or left_in_epoch is None:
+                num_steps = source.steps_taken(batches.num_finished_steps)
+                ends_epoch = limit is None or num_steps < limit
+                is_empty = num_steps == 0 and batches.is_exhausted
+            else:  # of the group: this rank may have fewer batches
+                num_steps, ends_epoch, is_empty = limit, limit == left_in_epoch, limit == 0
+            if offset == 0 and is_empty:
+                context = train_state.context
+                rank = context.world_rank if context.world_size > 1 else None
                 raise empty_loader_error("validation", source, rank)
-            is_end = limit is None or taken < limit or taken == left_in_epoch
-            offset = 0 if is_end else source.offset_after(offset, taken)
-            if steps_left is None or (taken == 0 and not batches.is_exhausted):
+            offset = 0 if ends_epoch else source.offset_after(offset, num_steps)
+            if steps_left is None or (num_steps == 0 and not batches.is_exhausted):
                 break
-            steps_left -= taken
+            steps_left -= num_steps
         return offset
+
+    @contextlib.contextmanager
+    def _reading(
+        self, source: BatchSource, offset: int = 0, limit: int | None = None
+    ) -> Iterator[_EvaluationBatches]:
+        """Return a context for evaluating batches of a source, with these batches."""
+        train_state, read = self._train_state, source.batches(0, offset, limit)
+        self.batches = batches = _EvaluationBatches(source, read, self._control, limit)
+        train_state.meters = None
+        try:
+            # A worker that has fewer batches may have to wait at the end of the context.
+            with train_state.evaluating():
+                yield batches
+            self._compare_samples(source, batches)
+        except BaseException:
+            self._control.failed_at = batches.describe_position()
+            source.close_workers()
+            raise
+        finally:
+            self.batches = None
 
     def _source_of(self, loader: Any) -> BatchSource:
         if callable(loader) and not isinstance(loader, Iterable):
@@ -113,18 +123,9 @@ class Evaluation:
         source.agree_on_order(0, 0, train_state.collectives)
         # The workers take turns with the batches.
         keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
-        train_state.meters = None
-        batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._control)
-        try:
-            with train_state.evaluating():
-                predictions = list(zip(keys, operator._predictions(batches), strict=False))
-            self._compare_samples(source, batches)
-        except BaseException:
-            self._control.failed_at = batches.describe_position()
-            raise
-        finally:
-            self.batches = None
-            source.close_workers()
+        with self._reading(source) as batches:
+            predictions = list(zip(keys, operator._predictions(batches), strict=False))
+        source.close_workers()
         return predictions
 
     def _compare_samples(self, source: BatchSource, batches: _EvaluationBatches) -> None:
