@@ -99,7 +99,7 @@ class BatchSource:
         self._has_length = has_length and length_of(loader) is not None
         self._iteration: Any = None  # the newest over the loader, until `close_workers`
         self._stopped_at: tuple[int, int] | None = None  # epoch and offset, if it can continue
-        self._unread: Iterator[Any] | None = None  # for the next segment, until `end_iteration`
+        self.unread: Iterator[Any] | None = None  # the rest of an epoch, for the next segment
 
     def __len__(self) -> int:
         """Return this worker's batches per epoch."""
@@ -117,25 +117,21 @@ class BatchSource:
 
     # ---- reading, in an iteration that the segments of an epoch share
 
-    @property
-    def has_iteration(self) -> bool:
-        return self._unread is not None
-
     def open_iteration(self, epoch: int, offset: int, limit: int | None = None) -> Iterator[Any]:
         """Continue the iteration, or begin one of at most `limit` steps."""
-        if self._unread is None:
-            self._unread = self.batches(epoch, offset, limit)
-        return self._unread
+        if self.unread is None:
+            self.unread = self.batches(epoch, offset, limit)
+        return self.unread
 
     def give_back(self, batches: Iterable[Any]) -> None:
         """Read batches again in the iteration. A partitioned source reads them by their offset."""
         if self.is_partitioned:
             self.end_iteration()
-        elif self._unread is not None:
-            self._unread = itertools.chain(batches, self._unread)
+        elif self.unread is not None:
+            self.unread = itertools.chain(batches, self.unread)
 
     def end_iteration(self) -> None:
-        self._unread = None
+        self.unread = None
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset`.

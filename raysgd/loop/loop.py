@@ -226,7 +226,7 @@ class Loop:
                 agree_on_batch = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
             agree_on_batch = partial(check_same_samples, source, train_state.collectives)
-        if not source.has_iteration:
+        if source.unread is None:
             source.agree_on_order(source.current_epoch, offset, train_state.collectives)
         return steps_left, agree_on_batch
 

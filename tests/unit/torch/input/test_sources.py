@@ -357,7 +357,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
             source.change_partition(shares=weights)
             batches = source.open_iteration(0, 0)
             source.change_partition(shares=weights)  # no change
-            assert source.has_iteration
+            assert source.unread is not None
             assert [len(batch) for batch in batches] == sizes[weights][rank]
             assert source.plan(0, 1).num_samples == sizes[weights][rank][0]
     ranks[0].repartition(2, 0, None)
