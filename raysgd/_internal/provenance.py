@@ -44,16 +44,9 @@ def process_provenance() -> Mapping[str, Any]:
 
 def _git(script: Path, *arguments: str) -> str:
     """Return the output of git, or "" without git or a repository."""
-    command = [
-        "git",
-        "--no-optional-locks",
-        "--literal-pathspecs",
-        "-C",
-        str(script.parent),
-        *arguments,
-    ]
+    git = ["git", "-C", str(script.parent), "--no-optional-locks", "--literal-pathspecs"]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_GIT_S, check=True)
+        done = subprocess.run([*git, *arguments], capture_output=True, timeout=_GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.decode(errors="replace").strip()
