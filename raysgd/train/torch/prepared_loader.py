@@ -210,22 +210,17 @@ def _set_epoch(sampler: Any, seed: int, epoch: int) -> None:
 
 def _prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Move each batch on a separate CUDA stream while the previous one is in use."""
-    stream = torch.cuda.Stream(device)
-
-    def fetch() -> Any:
-        batch = next(batches, batches)
-        if batch is batches:
-            return batches
+    stream, ready = torch.cuda.Stream(device), list[Any]()
+    for batch in batches:
+        torch.cuda.current_stream(device).wait_stream(stream)  # for the previous batch
         # The copy may reuse the memory of a batch that queued steps still read.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            return move_to_device(batch, device)
-
-    coming = fetch()
-    while coming is not batches:
-        torch.cuda.current_stream(device).wait_stream(stream)
-        batch, coming = coming, fetch()
-        yield batch
+            moved = move_to_device(batch, device)
+        yield from ready
+        ready = [moved]
+    torch.cuda.current_stream(device).wait_stream(stream)
+    yield from ready
 
 
 class _WorkerSampler(DistributedSampler[Any]):
@@ -239,7 +234,7 @@ class _WorkerSampler(DistributedSampler[Any]):
         super().__init__(counted, size, rank, shuffle=shuffle, seed=seed)
         self.source = source
         self.dataset = source.loader.dataset
-        self.num_collectives = num_collectives
+        self.num_collectives = num_collectives if size > 1 else lambda: None
         self._last_pass: tuple[int, int | None] = -1, None
         """Arguments of `_advance_if_trained` for the last complete pass."""
 
@@ -296,8 +291,7 @@ class _WorkerSampler(DistributedSampler[Any]):
 
     def has_trained_since(self, begun: int | None) -> bool:
         """Return whether the workers have trained since there were `begun` collectives."""
-        is_alone = self.source.partition.world_size == 1
-        return is_alone or begun is None or begun < (self.num_collectives() or 0)
+        return begun is None or begun < (self.num_collectives() or 0)
 
 
 def _can_split(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
