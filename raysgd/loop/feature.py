@@ -123,6 +123,10 @@ class UpdateFeature:
     def user_settings(self) -> Any:
         """Return the values that user code may change between steps, for comparison."""
 
+    def has_kept(self, snapshot: Mapping[str, Any]) -> bool:
+        """Return whether ``setup`` makes what a snapshot lacks. A control thread calls this."""
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         """Return the entries that this feature adds to the training state."""
         return {}

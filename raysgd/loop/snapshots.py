@@ -153,7 +153,7 @@ class SnapshotTaker:
         self.num_changes += outdated
 
     def begin_sending(self, num_changes: int | None = None) -> dict[str, Any] | None:
-        """Return the newest copy, or None if it was sent. Called from another thread.
+        """Return the newest copy, or None if it was sent or is wrong. Called from another thread.
 
         Return None too if the number of changes is not `num_changes`: the driver has asked for an
         older copy, and may discard this one.
@@ -162,6 +162,10 @@ class SnapshotTaker:
             return None
         copy = self._copy
         self._is_sending = copy is not None
+        if not all(feature.has_kept(copy or {}) for feature in self._train_state.features):
+            if self._copy is copy:
+                self.clear()
+            return None
         return copy
 
     def end_sending(self, copy: dict[str, Any], seconds: float) -> None:

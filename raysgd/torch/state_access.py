@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess
 from raysgd.loop.state_keys import check_objects
 from raysgd.torch.digests import fingerprint
-from raysgd.torch.features.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
+from raysgd.torch.features.frozen_parameters import FROZEN_KEY, without_frozen
 from raysgd.torch.object_states import (
     load_optimizer,
     load_scheduler,
@@ -39,6 +39,7 @@ class TorchStateAccess(StateAccess):
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
         self._registered = train_state.registered
+        self._frozen = self._registered.frozen
         self._initially_trained = list(map(grad_flags, self._models))
         """Whether ``setup`` has left each parameter of each model trainable, by name."""
 
@@ -61,7 +62,7 @@ class TorchStateAccess(StateAccess):
         return state | {"parameters": list(map(self._parameters_of, self._registered.optimizers))}
 
     def check(self, state: dict[str, Any]) -> None:
-        state = with_frozen(state, self._unchanged_digests(), self._models)
+        state = self._frozen.complete(state)
         for name, objects, saved in self._objects_and_states(state):
             check_objects(name, objects, saved, state_problem)
         if "parameters" in state:  # older files lack it
@@ -95,7 +96,7 @@ class TorchStateAccess(StateAccess):
         group = self._registered.collectives
         # Do not read a large state if no other worker can have it.
         if group.any_rank(follows and not train_state.is_new):
-            state = without_frozen(self.read(), self._unchanged_digests())
+            state = without_frozen(self.read(), self._frozen.digests_of_unchanged())
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
@@ -117,19 +118,18 @@ class TorchStateAccess(StateAccess):
             apply()
 
     def compare_setup(self, leader_rank: int) -> None:
-        digests, group = self._unchanged_digests(), self._registered.collectives
+        digests, group = self._frozen.digests_of_unchanged(), self._registered.collectives
         pairs = zip(group.broadcast(lambda: digests, leader_rank), digests, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
-        self._registered.frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
+        self._frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
 
     # ---- states without frozen parameters, and copies
 
     def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
         if for_workers:
-            frozen = self._registered.frozen
-            unchanged = frozen.digests_of_unchanged(self._models)
-            return without_frozen(state, unchanged if frozen.are_reproducible else [])
-        digests = self._unchanged_digests()
+            unchanged = self._frozen.digests_of_unchanged(trusts_versions=True)
+            return without_frozen(state, unchanged if self._frozen.are_reproducible else [])
+        digests = self._frozen.digests_of_unchanged()
         changed = [
             f"{name} of model {index}"
             for index, (model, kept) in enumerate(zip(self._models, digests, strict=False))
@@ -262,7 +262,3 @@ class TorchStateAccess(StateAccess):
                     "delete state['parameters']"
                 )
         return ""
-
-    def _unchanged_digests(self) -> list[dict[str, int]]:
-        self._registered.frozen.forget()
-        return self._registered.frozen.digests_of_unchanged(self._models)

@@ -68,8 +68,7 @@ class ReplicaGuard(UpdateFeature):
     def sync_initial_state(self) -> None:
         self._contents.record_buffers()
 
-    def sync_buffers(self) -> None:
-        self._contents.record_buffers()
+    sync_buffers = sync_initial_state
 
     def begin_generation(self) -> None:
         self._is_due = self._is_new = True
@@ -163,13 +162,16 @@ class ReplicaGuard(UpdateFeature):
     def _digests(self, in_step: bool, is_new: bool, one_in: int) -> tuple[torch.Tensor, bool]:
         """Return four digests: of options, of names of buffers that count, of tensors, of buffers.
 
-        Of large tensors, this reads only the first of `one_in` equal parts. The second result is
-        whether it has read everything.
+        Of large tensors, this reads only the first of `one_in` equal parts. Frozen parameters were
+        read for a join. The second result is whether everything was read.
         """
         options, counted, is_complete = [], [], True
         groups: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)
         for kind, name, value in self._contents.contents(in_step, is_new):
-            if isinstance(value, torch.Tensor):
+            is_frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad
+            if is_frozen and self._is_due:
+                options.append((name, self._registered.frozen.digest_of(value)))
+            elif isinstance(value, torch.Tensor):
                 is_large = one_in > 1 and value.numel() > _SMALL
                 if is_large and has_bits(value) and value.is_contiguous():
                     size = max(_SMALL, value.numel() // one_in)
