@@ -85,7 +85,7 @@ class BatchLosses:
         _, target, weights = unpacked
         if self._of_outputs is None:  # the first batch creates them
             compiled = self._model if self.uses_model_loss else self.criterion.compiled
-            self._of_outputs = [each for each in compiled.metrics if each.name.endswith("_loss")]
+            self._of_outputs = getattr(compiled_objects(compiled)[1], "metrics", [])
         values: dict[str, Any] = {each.name: float(each.result()) for each in self._of_outputs}
         for each in self._of_outputs:
             each.reset_state()

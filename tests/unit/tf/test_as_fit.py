@@ -29,7 +29,7 @@ class Counting(keras.layers.Dense):
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
-        self.spread = keras.metrics.Mean(name="spread")
+        self.spread = keras.metrics.Mean(name="spread_loss")
         self.precision = keras.metrics.Precision(name="own_precision")
 
     def call(self, inputs):
