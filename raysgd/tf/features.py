@@ -109,7 +109,7 @@ class KerasOptimization(UpdateFeature):
         # Without counted items, the planned total is exact: the factor of `earlier` is always 1.0.
         weight = update.loss_weights.add(LossCount(), collectives.size).loss
         if weight != 1.0:
-            gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
+            gradients = [g if g is None else g * tf.constant(weight, g.dtype) for g in gradients]
         if not update.has_one_micro_batch:
             earlier = self._accumulated.get(id(optimizer))
             gradients = gradients if earlier is None else list(map(_add, earlier, gradients))
