@@ -46,8 +46,6 @@ class BatchLosses:
         self.criterion: Any = None if criterion is None else MeanLoss(criterion, model)
         self._metrics = BatchMetrics(model, metrics)
         self._class_weight = class_weight
-        self._of_outputs: list[Any] | None = None
-        """Losses of the outputs, if the model has several; None before the first batch."""
 
     @property
     def uses_model_loss(self) -> bool:
@@ -83,11 +81,10 @@ class BatchLosses:
         `unpacked` is the result of `unpack`.
         """
         _, target, weights = unpacked
-        if self._of_outputs is None:  # the first batch creates them
-            compiled = self._model if self.uses_model_loss else self.criterion.compiled
-            self._of_outputs = getattr(compiled_objects(compiled)[1], "metrics", [])
-        values: dict[str, Any] = {each.name: float(each.result()) for each in self._of_outputs}
-        for each in self._of_outputs:
+        compiled = self._model if self.uses_model_loss else self.criterion.compiled
+        of_outputs = getattr(compiled_objects(compiled)[1], "metrics", [])  # if there are several
+        values: dict[str, Any] = {each.name: float(each.result()) for each in of_outputs}
+        for each in of_outputs:
             each.reset_state()
         values |= {each.name: to_mergeable(each, ((), {})) for each in own_metrics(self._model)}
         values |= self._metrics.measure(target, output, weights)

@@ -15,7 +15,7 @@ from keras.src.random.seed_generator import global_seed_generator
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
-from raysgd._internal.nested import preserving, try_copy
+from raysgd._internal.nested import try_copy
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.state_access import StateAccess
 from raysgd.loop.state_keys import check_objects
@@ -60,9 +60,6 @@ class KerasTrainState(TrainState):
     def begin_generation(self, context: WorkerContext) -> None:
         super().begin_generation(context)
         self.collectives = create_collectives(self.settings)
-
-    def restoring_models(self) -> contextlib.AbstractContextManager[None]:
-        return preserving(self.losses)  # the losses of outputs depend on the batch
 
     def compile_arguments(self) -> list[Any]:
         arguments = [each for model in self.models for each in compiled_objects(model)]
