@@ -87,6 +87,12 @@ def is_arrays(data: Any) -> bool:
     return bool(leaves) and all(hasattr(leaf, "__array__") for leaf in leaves)
 
 
+def _as_array(data: Any) -> np.ndarray[Any, Any]:
+    """Return an array. A Series of pandas becomes a column, as in ``fit()``."""
+    array = np.asarray(data)
+    return array[:, np.newaxis] if hasattr(data, "to_frame") else array
+
+
 class ArraySource(PartitionedSource):
     """An array or a nest of arrays, partitioned across the workers by sample.
 
@@ -103,7 +109,7 @@ class ArraySource(PartitionedSource):
         seed: int,
         **partition_arguments: Any,
     ) -> None:
-        self._arrays = tf.nest.map_structure(np.asarray, arrays)
+        self._arrays = tf.nest.map_structure(_as_array, arrays)
         if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
             raise ValueError(
                 "An array of the data has no dimension. Register arrays of shape (samples, ...)."

@@ -201,6 +201,11 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own():
     assert drawn(kept, 3) == [[n, n + 1] for n in range(0, 40, 2)], "validation is not shuffled"
 
 
+def test_a_series_of_pandas_becomes_a_column():
+    series = pytest.importorskip("pandas").Series(range(4))
+    assert drawn(source(series)) == [[[0], [1]], [[2], [3]]]
+
+
 def test_different_data_have_different_fingerprints():
     mine = source((np.arange(8.0), np.arange(8)))
     assert mine.fingerprint() == source((np.arange(8.0), np.arange(8)), rank=0).fingerprint()
