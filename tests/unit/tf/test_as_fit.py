@@ -113,11 +113,6 @@ def targets(num_outputs, make):
     return BITS, CLASSES
 
 
-def computed_numbers(summary):
-    merged = merge_workers([summary])
-    return {name: value for name, value in merged.items() if name.startswith("val_")}
-
-
 def in_batches(data, size=SIZE):
     return tf.data.Dataset.from_tensor_slices(data).batch(size)
 
@@ -187,9 +182,9 @@ def test_losses_and_metrics_of_several_outputs_need_no_compile(build, kind):
 
     config = {"make": make, "loss": loss, "metrics": metrics}
     batches = list(in_batches((FEATURES, (BITS, CLASSES))))
-    found = build(Given, config).validate(iter(batches))
-    expected = build(Compiled, {"make": make_compiled}).validate(iter(batches))
-    assert computed_numbers(found) == pytest.approx(computed_numbers(expected), rel=1e-4)
+    operators = build(Given, config), build(Compiled, {"make": make_compiled})
+    found, expected = (merge_workers([each.validate(iter(batches))]) for each in operators)
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_losses_of_layers_count_in_addition_to_a_registered_loss(build):

@@ -18,11 +18,10 @@ from tests.tf_operators import Digits
 
 @pytest.fixture(autouse=True)
 def double_precision():
-    import keras
-
-    keras.config.set_floatx("float64")
+    config = pytest.importorskip("keras").config
+    config.set_floatx("float64")
     yield
-    keras.config.set_floatx("float32")
+    config.set_floatx("float32")
 
 
 class Averages(KerasCollectives):
@@ -33,8 +32,8 @@ class Averages(KerasCollectives):
         self.meeting = meeting
 
     def mean(self, tensors):
-        told = self.meeting.gather(self.rank, tensors)
-        return [sum(each) / self.size for each in zip(*told, strict=True)]
+        of_all = zip(*self.meeting.gather(self.rank, tensors), strict=True)
+        return [sum(each) / self.size for each in of_all]
 
     def all_reduce_min(self, *values):
         told = self.meeting.gather(self.rank, values)
@@ -80,11 +79,8 @@ def trained(num_workers, size, batch_size, **config):
     assert {result["batch_count"] for result in results} == {8}
     state = runners[0].state_dict()
     arrays = [array.ravel() for part in state["models"] for array in part.values()]
-    return (
-        np.concatenate(arrays),
-        state["global_step"],
-        [runner.operator.sizes for runner in runners],
-    )
+    sizes = [runner.operator.sizes for runner in runners]
+    return np.concatenate(arrays), state["global_step"], sizes
 
 
 @pytest.mark.parametrize("data", ["tf", "arrays"])

@@ -199,11 +199,8 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own():
     assert len({str(order) for order in (first, second, drawn(shuffled, 0))}) == 3
     kept = source(np.arange(40), shuffle=True, training=False)
     assert drawn(kept, 3) == [[n, n + 1] for n in range(0, 40, 2)], "validation is not shuffled"
-
-
-def test_a_series_of_pandas_becomes_a_column():
-    series = pytest.importorskip("pandas").Series(range(4))
-    assert drawn(source(series)) == [[[0], [1]], [[2], [3]]]
+    column = source(pytest.importorskip("pandas").Series(range(4)))
+    assert drawn(column) == [[[0], [1]], [[2], [3]]], "as in fit()"
 
 
 def test_different_data_have_different_fingerprints():
