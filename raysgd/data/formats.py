@@ -422,11 +422,11 @@ def _find_files(fs: Any, pattern: str) -> list[str]:
         literal = literal.rpartition("/")[0]
     if literal == path:
         return [pattern]
-    pattern = re.sub(marks, r"[\g<0>]", literal) + pattern[len(literal) :]
+    start = len(literal)
+    pattern = re.sub(marks, r"[\g<0>]", literal) + pattern[start:]
     names = sorted(_retry(functools.partial(fs.glob, pattern)))
-    if os.path.basename(path).startswith("."):
-        return names
-    return [name for name in names if not os.path.basename(name).startswith(".")]
+    hides = "/." not in path[start:]  # files and folders such as .ipynb_checkpoints
+    return [name for name in names if not (hides and "/." in name[start:])]
 
 
 def _stamp(fs: Any, path: str) -> str:

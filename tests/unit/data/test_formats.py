@@ -114,12 +114,13 @@ def test_files_match_a_pattern_in_the_order_of_their_names(tmp_path, monkeypatch
 
 
 def test_path_that_exists_is_no_pattern_and_hidden_files_match_none(tmp_path):
-    folder = tmp_path / "run[1]"
-    folder.mkdir()
-    for name in ("a?.txt", "ab.txt", "._ab.txt"):
+    folder, hidden = tmp_path / "run[1]", ".ipynb_checkpoints/c.txt"
+    (folder / hidden).parent.mkdir(parents=True)
+    for name in ("a?.txt", "ab.txt", "._ab.txt", hidden):
         (folder / name).write_text(name)
-    for pattern, expected in (("a?.txt", ["a?.txt"]), ("*.txt", ["a?.txt", "ab.txt"])):
-        assert list(Stream(text(folder / pattern, cache_dir=tmp_path / "cache"))) == expected
+    expected = {"a?.txt": ["a?.txt"], "**/*.txt": ["a?.txt", "ab.txt"], ".*/*.txt": [hidden]}
+    for pattern, names in expected.items():
+        assert list(Stream(text(folder / pattern, cache_dir=tmp_path / "cache"))) == names
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
