@@ -246,7 +246,7 @@ class GroupedStream(Stream):
         torch = sys.modules.get("torch.utils.data")
         info = None if torch is None else torch.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        start = self._start or {"group": first, "taken": 0}
+        start, self._start = self._start or {"group": first, "taken": 0}, None
         skip, epoch = start["taken"], self.epoch
         for group in range(start["group"], -(-len(self._records) // self._group_size), step):
             for taken, sample in enumerate(self._samples(epoch, group)):

@@ -312,6 +312,7 @@ def test_groups_are_the_same_from_any_position(make, shuffle):
         resumed = pickle.loads(pickle.dumps(stream))
         resumed.load_state_dict(stream.state_dict() if number else None)
         assert list(resumed) == whole[number:]
+    assert list(resumed) == whole
 
 
 @pytest.mark.parametrize("shuffle", [0, 16])
