@@ -81,7 +81,7 @@ class ServiceLogger(LoggerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._run is None:
-            self.run_id = state.get("run_id")
+            self.run_id = self._own_id or state.get("run_id")
 
 
 class TensorBoardLogger(ServiceLogger):

@@ -232,6 +232,9 @@ def test_each_wandb_logger_and_trainer_has_its_own_run(make_trainer, tmp_path, w
             make_trainer(callbacks=callbacks, logdir=tmp_path).fit(1)
             ids += [logger.run_id for logger in callbacks]
         assert len({*ids}) == 4
+        forked = WandbLogger(mode="offline", id="forked")
+        forked.load_state_dict(loggers[0].state_dict())
+        assert forked.run_id == "forked"
         users.log({"still": "open"})
 
 
