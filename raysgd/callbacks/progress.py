@@ -43,8 +43,7 @@ class EpochLines(Callback):
         if trainer.num_epochs is None:
             return
         means = means_in(metrics)
-        in_terminal = sys.stderr.isatty() and not _in_notebook()
-        width = shutil.get_terminal_size().columns if in_terminal else math.inf
+        width = shutil.get_terminal_size().columns if _in_terminal() else math.inf
         names = sorted(means, key=lambda name: "loss" not in name)
         shown = [f"{name} {means[name]:.4g}" for name in names]
         shown[:1] = [f"{each}{self._measured}" for each in shown[:1]]
@@ -130,11 +129,10 @@ class ProgressBar(Callback):
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, "validate", metrics)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_train_end(self, trainer: Trainer, error: BaseException | None = None) -> None:
         self._close()
 
-    def on_train_end(self, trainer: Trainer) -> None:
-        self._close()
+    on_exception = on_train_end
 
     def _begin(self, trainer: Trainer, kind: str, label: str) -> None:
         self._close()
@@ -211,9 +209,13 @@ class ProgressBar(Callback):
 
 def is_interactive() -> bool:
     """Return whether a bar can be redrawn: in a terminal, or a notebook with ipywidgets."""
-    if _in_notebook():
-        return importlib.util.find_spec("ipywidgets") is not None
-    return sys.stderr.isatty()
+    has_widgets = importlib.util.find_spec("ipywidgets") is not None
+    return has_widgets if _in_notebook() else _in_terminal()
+
+
+def _in_terminal() -> bool:
+    # `stderr` can be None, or a user's object with few methods.
+    return not _in_notebook() and getattr(sys.stderr, "isatty", bool)()
 
 
 def _in_notebook() -> bool:
