@@ -154,9 +154,10 @@ class CallbackList:
 
     def call_hook(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """Call a hook of all started callbacks."""
-        for entry in list(self._entries):
-            if entry.is_started:
-                self._call_hook_of(entry, hook, trainer, *arguments)
+        with contextlib.ExitStack() as calls:  # after Ctrl-C, the others still get the results
+            for entry in reversed(self._entries):
+                if entry.is_started:
+                    calls.callback(self._call_hook_of, entry, hook, trainer, *arguments)
 
     def _call_hook_of(self, entry: _AttachedCallback, hook: str, *arguments: Any) -> bool:
         """Call a hook of one callback, and return whether it succeeded."""

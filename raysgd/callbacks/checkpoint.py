@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -87,7 +87,7 @@ class CheckpointCallback(Callback):
         self._new_store(folder or ".", job=job or "job")  # check the arguments early
         self._store: CheckpointStore | None = None
         self._write: Future[None] | None = None
-        """The newest write in the background."""
+        """The newest write, in a thread."""
         self._newest: str | None = None
         self._saved_at = 0
         """The step of the newest checkpoint, or of the start of training."""
@@ -176,8 +176,9 @@ class CheckpointCallback(Callback):
 
     def _wait(self) -> None:
         """Wait until the write has ended, and raise its error, once."""
-        write, self._write = self._write, None
-        if write is not None:
+        if self._write is not None:
+            wait([self._write])  # Ctrl-C ends only the wait, not the write
+            write, self._write = self._write, None
             write.result()
 
     def _save(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
@@ -206,9 +207,8 @@ class CheckpointCallback(Callback):
                     logger.error("Could not write a checkpoint: %s", error)
                 raise
 
-        if self._blocking:
-            write()
-            return
         executor = ThreadPoolExecutor(1)  # the interpreter waits for it at exit
         self._write = executor.submit(write)
         executor.shutdown(wait=False)
+        if self._blocking:
+            self._wait()

@@ -173,9 +173,11 @@ class FitLoop:
         """Pass the metrics of ``train()`` to the callbacks."""
         self._results = [(metrics, result.call)]
         hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-        self.dispatcher.report(hook, trainer, metrics, result.call)
-        if result.completed_epoch and not self.is_due:
-            self._report_result(trainer)
+        try:
+            self.dispatcher.report(hook, trainer, metrics, result.call)
+        finally:  # also after Ctrl-C in a callback
+            if result.completed_epoch and not self.is_due:
+                self._report_result(trainer)
 
     def validate(
         self,
@@ -200,10 +202,12 @@ class FitLoop:
             self._due_at, self._num_validated = None, self.num_completed
             if result.call.is_complete:  # otherwise the user looks at some batches
                 self._results[1:] = [(result.merged, result.call)] if self._results else []
-            self.dispatcher.report("on_validation_end", trainer, result.merged, result.call)
-            self.validation_names.update(result.merged)
-            if len(self._results) > 1:
-                self._report_result(trainer)
+            try:
+                self.dispatcher.report("on_validation_end", trainer, result.merged, result.call)
+            finally:
+                self.validation_names.update(result.merged)
+                if len(self._results) > 1:
+                    self._report_result(trainer)
         return result
 
     def _report_result(self, trainer: Trainer) -> None:

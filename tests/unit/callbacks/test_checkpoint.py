@@ -1,5 +1,8 @@
 """``CheckpointCallback``: which checkpoints it keeps, and how a run resumes."""
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -10,9 +13,9 @@ from raysgd.callbacks import (
     LearningRateLogger,
     TorchProfiler,
 )
-from raysgd.checkpoint import read_manifest
+from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.errors import CallbackError, CheckpointError, CollectiveError
-from tests.conftest import run_python
+from tests.conftest import run_python, wait_until
 from tests.operators import Classifier
 from tests.unit.callbacks.spy import Scripted
 from tests.unit.recorder import Recorder, failure
@@ -261,7 +264,7 @@ def test_the_end_by_max_steps_is_saved_once(make_trainer, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "num_epochs", "error", "expected"),
     [
-        ({"every": 3, "keep": None}, 2, None, [3, 6, 9, 10]),
+        ({"every": 3, "keep": None, "blocking": False}, 2, None, [3, 6, 9, 10]),
         ({"every": 7, "blocking": False}, 3, KeyboardInterrupt, [7, 8]),
         ({}, 3, OSError, [5, 8]),
         ({"monitor": "val_loss"}, 3, OSError, [5, 8]),
@@ -279,6 +282,7 @@ def test_an_end_saves_the_steps_since_the_last_save(
     else:
         trainer.fit(num_epochs)
     assert steps(tmp_path) == expected
+    assert [read_manifest(each).global_step for each in sorted(tmp_path.glob("*.ckpt"))] == expected
 
 
 def test_a_failed_validation_leaves_a_checkpoint_of_its_epoch(make_trainer, tmp_path):
@@ -294,6 +298,21 @@ def test_a_failed_validation_leaves_a_checkpoint_of_its_epoch(make_trainer, tmp_
     assert steps(tmp_path) == [5, 10]
 
 
+@pytest.mark.parametrize("where", ["on_validation_end", "on_result", "save"])
+def test_ctrl_c_skips_no_other_callback_and_no_write(make_trainer, tmp_path, monkeypatch, where):
+    def interrupt(*given):
+        wait_until(lambda: where != "save" or saving._write)
+        os.kill(os.getpid(), signal.SIGINT)
+        return save(*given)
+
+    saving, first = CheckpointCallback(tmp_path, monitor="val_loss"), Callback()
+    save = CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore if where == "save" else first, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(callbacks=[first, saving]).fit(1)
+    assert read_manifest(saving.best).metrics["val_loss"] > 0
+
+
 def test_the_end_of_the_trainer_saves_new_steps_but_no_loaded_state(make_trainer, tmp_path):
     for folder, loads in ((tmp_path / "new", False), (tmp_path / "loaded", True)):
         with make_trainer(callbacks=[CheckpointCallback(folder, every=2)]) as trainer:
@@ -302,17 +321,6 @@ def test_the_end_of_the_trainer_saves_new_steps_but_no_loaded_state(make_trainer
             if loads:
                 trainer.load(next(folder.glob("*.ckpt")))
         assert steps(folder) == ([2] if loads else [2, 3])
-
-
-def test_background_writes_are_complete_when_training_ends(make_trainer, tmp_path):
-    saving = CheckpointCallback(tmp_path, every=2, keep=None, blocking=False)
-    trainer = make_trainer(callbacks=[saving])
-    trainer.fit(2)
-    assert steps(tmp_path) == [2, 4, 6, 8, 10]
-    for step in (4, 8):
-        other = make_trainer()
-        other.load(next(tmp_path.glob(f"*{step:08d}.ckpt")))
-        assert other.global_step == step
 
 
 @pytest.mark.parametrize(
