@@ -184,15 +184,14 @@ def name_of(dataset: Any) -> str:
 def in_group_of_one() -> Iterator[None]:
     """Set the variables by which WebDataset and others select the samples of a worker."""
     own = {"RANK": "0", "WORLD_SIZE": "1"}
-    before = {name: os.environ.get(name) for name in own}
+    before = {name: os.environ[name] for name in own if name in os.environ}
     os.environ.update(own)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in own:
             del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
 
 
 def can_seek(dataset: Any) -> bool:
