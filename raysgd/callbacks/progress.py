@@ -214,8 +214,7 @@ def is_interactive() -> bool:
 
 
 def _in_terminal() -> bool:
-    # `stderr` can be None, or a user's object with few methods.
-    return not _in_notebook() and getattr(sys.stderr, "isatty", bool)()
+    return not _in_notebook() and getattr(sys.stderr, "isatty", bool)()  # it can be None
 
 
 def _in_notebook() -> bool:

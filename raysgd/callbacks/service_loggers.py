@@ -208,10 +208,8 @@ class MLflowRun:
             self.id = run_id
             return
         if experiment_id is None:
-            existing = client.get_experiment_by_name(experiment)
-            experiment_id = (
-                existing.experiment_id if existing else client.create_experiment(experiment)
-            )
+            found = client.get_experiment_by_name(experiment)
+            experiment_id = found.experiment_id if found else client.create_experiment(experiment)
         self.id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
 
     def log_config(self, config: Mapping[str, Any]) -> None:

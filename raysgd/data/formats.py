@@ -415,7 +415,7 @@ def _without_query(path: str) -> str:
 
 
 def _find_files(fs: Any, pattern: str) -> list[str]:
-    """Return the files that match a pattern. A path that exists is no pattern."""
+    """Return the files that match a pattern, unless hidden. A path that exists is no pattern."""
     marks = "[*[]" if pattern.startswith(_WEB) else "[*?[]"
     path = literal = _without_query(pattern)
     while re.search(marks, literal) and not _retry(functools.partial(fs.exists, literal)):
@@ -425,8 +425,7 @@ def _find_files(fs: Any, pattern: str) -> list[str]:
     start = len(literal)
     pattern = re.sub(marks, r"[\g<0>]", literal) + pattern[start:]
     names = sorted(_retry(functools.partial(fs.glob, pattern)))
-    hides = "/." not in path[start:]  # files and folders such as .ipynb_checkpoints
-    return [name for name in names if not (hides and "/." in name[start:])]
+    return [name for name in names if "/." not in name[start:] or "/." in path[start:]]
 
 
 def _stamp(fs: Any, path: str) -> str:

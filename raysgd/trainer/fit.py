@@ -173,11 +173,9 @@ class FitLoop:
         """Pass the metrics of ``train()`` to the callbacks."""
         self._results = [(metrics, result.call)]
         hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-        try:
-            self.dispatcher.report(hook, trainer, metrics, result.call)
-        finally:  # also after Ctrl-C in a callback
-            if result.completed_epoch and not self.is_due:
-                self._report_result(trainer)
+        self.dispatcher.report(hook, trainer, metrics, result.call)
+        if result.completed_epoch and not self.is_due:
+            self._report_result(trainer)
 
     def validate(
         self,
@@ -204,7 +202,7 @@ class FitLoop:
                 self._results[1:] = [(result.merged, result.call)] if self._results else []
             try:
                 self.dispatcher.report("on_validation_end", trainer, result.merged, result.call)
-            finally:
+            finally:  # also after Ctrl-C in a callback
                 self.validation_names.update(result.merged)
                 if len(self._results) > 1:
                     self._report_result(trainer)
