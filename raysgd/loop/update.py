@@ -104,13 +104,14 @@ class Update:
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
         self.index = -1  # of the current micro-batch; -1 before the first
-        self.micro_batch, self.in_last_micro_batch = _NO_BATCH, True
+        self.micro_batch, self.in_last_micro_batch, self.begins_step = _NO_BATCH, True, True
         self.loss_weights.reset()
         self.optimizer_steps.reset()
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
         self.index += 1
+        self.begins_step = not self.index or micro_batch.step_index > self.micro_batch.step_index
         self.state = UpdateState.OPEN
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.split = max(self.split, micro_batch.num_in_batch)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
@@ -154,12 +155,21 @@ class BufferCopies(UpdateFeature):
             for module in model.modules()
             for name in module._buffers  # `named_buffers` omits buffers that are None
         ]
+        self._outside_norms = [slot for slot in self._slots if not isinstance(slot[0], _BatchNorm)]
         self.values: list[torch.Tensor | None] = []
-        self._copies = _Copies()
+        self._copies, self._of_step = _Copies(), _Copies()
         self.take()
 
     def tensors(self) -> list[torch.Tensor | None]:
         return [module._buffers.get(name) for module, name in self._slots]
+
+    def begin_micro_batch(self, update: Update) -> None:
+        """Begin each micro-batch of a step with the same buffers, except running statistics."""
+        if self._outside_norms and update.is_split and not update.has_fixed_parts:
+            if not update.begins_step:
+                self.write(self._of_step.values, self._outside_norms)
+            with torch.no_grad():
+                self._of_step.take([m._buffers.get(name) for m, name in self._outside_norms])
 
     def begin_call(self, logs_steps: bool) -> None:
         self.take()  # user code may have changed them between calls
@@ -178,9 +188,9 @@ class BufferCopies(UpdateFeature):
     def roll_back(self, update: Update) -> None:
         self.write(self.values)
 
-    def write(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Write the values into the buffers, in the order of `tensors`."""
-        for (module, name), value in zip(self._slots, values, strict=True):
+    def write(self, values: Sequence[torch.Tensor | None], slots: Sequence[Any] = ()) -> None:
+        """Write the values into the buffers, in the order of `tensors` or of `slots`."""
+        for (module, name), value in zip(slots or self._slots, values, strict=True):
             if name in module._buffers:  # user code may have replaced it with a parameter
                 _set_buffer(module, name, value)
 

@@ -268,7 +268,8 @@ class PartGradients:
         `is_last`: whether the part has no later micro-batch in this update.
         """
         if (earlier := self._earlier.pop(part, None)) is not None:
-            gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
+            pairs = zip(earlier, gradients, strict=True)
+            gradients = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
         if not is_last:
             self._earlier[part] = gradients
             return
@@ -422,12 +423,6 @@ def _num_operations() -> int:
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-
-
-def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first.add_(second)
 
 
 def _is_equal(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:

@@ -83,8 +83,10 @@ def splits(trainer):
 @pytest.mark.parametrize("arguments", [{}, {"use_fp16": True, "amp_dtype": torch.float16}])
 def test_split_changes_neither_weights_nor_metrics(accumulated, arguments):
     class Clipped(Scarce):
-        def register(self, **given):
-            return super().register(max_grad_norm=0.05, **given)
+        def register(self, models, **given):
+            models.register_buffer("passes", torch.tensor(0))
+            models.register_forward_hook(lambda m, *_: setattr(m, "passes", m.passes + m.training))
+            return super().register(models=models, max_grad_norm=0.05, **given)
 
         def autocast(self):  # it trains in float64, with a scaled loss
             return torch.autocast("cpu", enabled=False)
@@ -109,6 +111,7 @@ def test_split_changes_neither_weights_nor_metrics(accumulated, arguments):
             results.append((measured, torch.cat(learnt), trainer.global_step))
             assert splits(trainer) == ([2, 4, 8] if faults else [])
             assert operator.faults == {}
+            assert operator.model.passes == trainer.global_step
     (expected, weights, num_steps), (measured, own_weights, own_steps) = results
     torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
     assert own_steps == num_steps == 16
