@@ -1,8 +1,9 @@
-"""Step schedulers, and detect schedulers that `train_batch` steps in each micro-batch."""
+"""Step schedulers, and restore those that `train_batch` steps in each micro-batch."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from raysgd.loop.feature import UpdateFeature
@@ -11,13 +12,14 @@ from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.object_states import load_scheduler, scheduler_state
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered import RegisteredObjects
+from raysgd.torch.tensors import copy_leaf
 
 
 class Schedules(UpdateFeature):
     def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
         self._registered, self._checks = registered, checks
-        self._last_epochs: list[Any] = []
-        self._states: list[Any] | None = None
+        self._of_update: list[Any] = []  # states of schedulers
+        self._of_step: list[Any] = []
         self._rates: list[dict[str, Any]] = []
 
     def step(self) -> None:
@@ -30,7 +32,6 @@ class Schedules(UpdateFeature):
             self._checks.before_commit(update)  # also before a scheduler steps
         for scheduler in self._registered.schedulers:
             scheduler.step()
-        self._record_epochs()
 
     def step_with(self, metric: float) -> None:
         """Step every scheduler. An optional ``epoch`` of its ``step`` does not get the metric."""
@@ -39,35 +40,28 @@ class Schedules(UpdateFeature):
             has_metric = takes != "epoch" or required_arguments(scheduler.step)
             scheduler.step(*[metric] if has_metric else [])
 
-    def _record_epochs(self) -> None:
-        self._last_epochs = [getattr(s, "last_epoch", None) for s in self._registered.schedulers]
-
     def begin_micro_batch(self, update: Update) -> None:
-        """Undo and reject a scheduler step that `train_batch` makes in each micro-batch."""
+        """Begin each micro-batch of a step with the same rates, which `train_batch` may change."""
         registered = self._registered
-        if not registered.schedulers or not (update.is_split or update.optimizer_steps.need_copies):
+        if not (update.is_split or update.optimizer_steps.need_copies):
             return
-        groups = [group for o in registered.optimizers for group in o.param_groups]
-        if self._states is None:
-            self._states = list(map(scheduler_state, registered.schedulers))
-            self._rates = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            self._record_epochs()
-            return
-        before = self._last_epochs
-        self._record_epochs()
-        if update.is_split and self._last_epochs != before:
-            self._restore()
+        groups = [g for o in registered.optimizers if update.is_split for g in o.param_groups]
+        if update.begins_step:
+            self._of_step = list(map(scheduler_state, registered.schedulers))
+            self._of_update = self._of_update or self._of_step
+            self._rates = [{k: copy_leaf(g[k]) for k in g if k != "params"} for g in groups]
+        else:
+            self._restore(self._of_step)
             for group, rates in zip(groups, self._rates, strict=True):
-                group.update(rates)
-            registered.refuse_split("train_batch steps a scheduler itself")
+                group.update({name: copy_leaf(rate) for name, rate in rates.items()})
 
     def commit(self, update: Update) -> None:
-        self._states = None
+        self._of_update = []
 
     def roll_back(self, update: Update) -> None:
-        self._restore()  # the update may fail after schedulers have stepped
-        self._states = None
+        self._restore(self._of_update)  # the update may fail after schedulers have stepped
+        self._of_update = []
 
-    def _restore(self) -> None:
-        for scheduler, state in zip(self._registered.schedulers, self._states or (), strict=False):
+    def _restore(self, states: Sequence[Any]) -> None:
+        for scheduler, state in zip(self._registered.schedulers, states, strict=False):
             load_scheduler(scheduler, state)

@@ -290,13 +290,8 @@ def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
 def test_a_repeated_sample_counts_once(split):
     """The last step has one sample for three workers."""
     workers = Workers(3, {"num_samples": 25, "num_epochs": 1, "batch_size": 4}, 3)
-    found = merge_workers(
-        workers.each(
-            lambda rank, member: member.runner.handle(
-                TrainRequest(call_number=0, until_step=3, split=split)
-            )
-        )
-    )
+    request = TrainRequest(call_number=0, until_step=3, split=split)
+    found = merge_workers(workers.each(lambda _, member: member.runner.handle(request)))
     assert (found["num_samples"], found["batch_count"]) == (25, 3)
 
 
@@ -315,10 +310,11 @@ class Raw(Exact):
 
 
 class SteppingSchedulers(Exact):
-    """Steps its schedulers in each call of ``train_batch``."""
+    """Changes a rate and steps its schedulers in each call of ``train_batch``."""
 
     def train_batch(self, batch, batch_info):
         result = super().train_batch(batch, batch_info)
+        self.optimizers[2].param_groups[0]["lr"] *= 0.9
         for scheduler in self.schedulers:
             scheduler.step()
         return result
@@ -373,7 +369,6 @@ class OwnLoop(Exact):
 
 WHOLE = {
     Raw: "train_batch calls optimizer.step()",
-    SteppingSchedulers: "train_batch steps a scheduler itself",
     Changing: "train_batch changes gradients before it steps an optimizer",
     Skipping: "train_batch makes no update in the last batch of a group",
     Twofold: "train_batch computes gradients after it has stepped an optimizer",
@@ -402,14 +397,21 @@ def test_batches_that_cannot_be_split_stay_whole_with_one_warning(operator_cls, 
     workers.check(flat(undisturbed.members[0].operator.model), 12)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")  # of the first micro-batch
+def test_parts_of_a_step_change_its_schedules_once():
+    config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
+    two, one = (Workers(size, config, 2, SteppingSchedulers) for size in (2, 1))
+    two.train(12)
+    one.train(12)
+    assert one.members[0].operator.largest == 3
+    one.check(flat(two.members[0].operator.model), 12)
+
+
 class Plateau(Exact):
     """Registers only the scheduler that needs a metric."""
 
-    def register(self, *, optimizers, schedulers, **others):
-        model, optimizers, _ = super().register(
-            optimizers=optimizers, schedulers=[self.plateau], **others
-        )
-        return model, optimizers, []
+    def register(self, **given):
+        return *super().register(**{**given, "schedulers": [self.plateau]})[:2], []
 
 
 def test_schedulers_get_each_metric_once_despite_a_worker_failure():
