@@ -43,7 +43,7 @@ class StepChecks(UpdateFeature):
         has_gap = update.loss_weights.num_earlier < update.index
         if has_gap and any(map(_has_gradients, self._registered.optimizers)):
             self._refuse_split(_NO_BACKWARD)
-        self._watch_gradients(self._precision.scales_loss)
+        self._watch_gradients(self._precision.scales_loss or not update.has_one_micro_batch)
 
     def before_commit(self, update: Update) -> None:
         """Reject an update of several micro-batches without a step of an optimizer."""
@@ -124,11 +124,11 @@ class StepChecks(UpdateFeature):
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in registered.optimizers if self._watched else ():
-            changed = self._have_changed(optimizer) and self._precision.scales_loss
             gradients = _gradients_of(optimizer)
-            if changed and any(each is not None and each.any() for each in gradients):
+            if self._have_changed(optimizer) and any(g is not None and g.any() for g in gradients):
+                why = self._precision.name if self._precision.scales_loss else "Accumulation"
                 raise RuntimeError(
-                    f"{self._precision.name} scales gradients, but train_batch made or changed "
+                    f"{why} scales gradients, but train_batch made or changed "
                     "gradients before self.backward(loss), for example by loss.backward(). Add up "
                     "the losses, and call self.backward(loss)."
                 )
@@ -147,7 +147,7 @@ class StepChecks(UpdateFeature):
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
                 "not have. Override train_batch, and call self.optimizer.step(closure) in it."
             )
-        if self._watched and self._have_changed(optimizer):
+        if (losses.has_loss or self._precision.scales_loss) and self._have_changed(optimizer):
             num_batches = self._registered.accumulation_steps
             accumulation = f"gradient_accumulation_steps={num_batches}"
             why = accumulation if num_batches > 1 else self._precision.name

@@ -231,7 +231,7 @@ class BackwardPasses:
                 parameter.requires_grad_(False)
         for parameter in missing:
             gradient = parameter.grad
-            if gradient is not None and bool((gradient.signbit() & (gradient == 0)).all()):
+            if gradient is not None and bool((gradient.real.signbit() & (gradient == 0)).all()):
                 parameter.grad = None
 
     def take_averages(self, stepped: Mapping[torch.nn.Parameter, Any]) -> Mapping[Any, Any]:

@@ -62,6 +62,13 @@ def mse(output, y):
     return (output - y).square().mean()
 
 
+def with_complex(model):
+    model.second = torch.nn.Linear(5, 1, dtype=torch.cdouble)
+    model.second.register_forward_pre_hook(lambda _, inputs: inputs[0].cdouble())
+    model.second.register_forward_hook(lambda *arguments: arguments[-1].abs())
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3, eps=1e-3)
 
@@ -452,6 +459,7 @@ def parameters(t):
         Case(heads_of_objects, raw=True),
         Case(heads_by_data),
         Case(one_or_the_other),
+        Case(one_or_the_other, optimizer=with_complex),
         Case(one_head, after=("body", False)),
         Case(one_forward, after=("body", False)),
         Case(two_heads, after=("body.0.bias second", False), raw=True),
@@ -483,10 +491,11 @@ def test_model_that_one_worker_skips_is_an_error_in_that_step(workers, skipped):
     assert "self.backward(loss, num_samples=0)" in message
 
 
-@pytest.mark.parametrize("step", [task_by_task, surgery, own_gradients, without_sync])
-def test_gradients_without_the_scale_of_float16_are_an_error(workers, step):
-    for message, is_unchanged in workers(Case(step, settings=FLOAT16)):
-        assert "native AMP" in message
+@pytest.mark.parametrize("step", [task_by_task, surgery, own_gradients, without_sync, None])
+def test_gradients_without_their_scale_are_an_error(workers, step):
+    case = Case(task_by_task, register={"gradient_accumulation_steps": 2})
+    for message, is_unchanged in workers(Case(step, settings=FLOAT16) if step else case):
+        assert ("native AMP" if step else "Accumulation scales") in message
         assert "self.backward(loss)" in message
         assert is_unchanged
 
