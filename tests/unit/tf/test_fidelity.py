@@ -20,8 +20,10 @@ from tests.tf_operators import Digits
 def double_precision():
     config = pytest.importorskip("keras").config
     config.set_floatx("float64")
+    config.set_dtype_policy("float64")
     yield
     config.set_floatx("float32")
+    config.set_dtype_policy("float32")
 
 
 class Averages(KerasCollectives):
