@@ -34,7 +34,7 @@ class ReportedPosition(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What a progress bar shows. `Supervision` reads it, and passes it to callbacks."""
+    """What a progress bar shows. `Supervisor` reads it, and passes it to callbacks."""
 
     epoch: int = 0
     global_step: int = 0

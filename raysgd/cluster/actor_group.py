@@ -167,7 +167,7 @@ class ActorGroup:
     def slot_of(self, worker: WorkerHandle) -> AnySlot | None:
         return self._slots.get(worker)
 
-    def describe_room(self) -> str:
+    def describe_demand(self) -> str:
         """Describe the resources that a worker needs and that the cluster has."""
         if self.options.is_inline:
             return "all workers are in the driver's process"

@@ -48,7 +48,7 @@ _NUM_REFUSALS = 3  # refused connections after which a worker exits; a busy driv
 _END_S = 1.0  # seconds that Ray may take to kill a refused worker before the worker exits by itself
 
 
-class LostError(Exception):
+class HostError(Exception):
     """A worker's host closed the connection, or does not respond."""
 
 
@@ -62,7 +62,7 @@ class HostWatch:
     """
 
     def __init__(
-        self, host: str, lose: Callable[[LostError], None], monitor: HostMonitor, listener: Listener
+        self, host: str, lose: Callable[[HostError], None], monitor: HostMonitor, listener: Listener
     ) -> None:
         self.host = host
         self._lose = lose
@@ -115,7 +115,7 @@ class HostWatch:
                     seconds = _SILENCE_S + waited_s
                     cause = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
                 self.close()
-                self._lose(LostError(cause))
+                self._lose(HostError(cause))
                 return
             await asyncio.sleep(_TICK_S)
 
@@ -133,7 +133,7 @@ class HostMonitor:
     _listeners: dict[str, Listener] = field(default_factory=dict)
     _is_cut_off: bool = False
 
-    def watch(self, node_ip: str, lose: Callable[[LostError], None]) -> HostWatch | None:
+    def watch(self, node_ip: str, lose: Callable[[HostError], None]) -> HostWatch | None:
         """Return a watch for the worker to connect to. None for the driver's own host."""
         if sys.platform != "linux" or is_single_node([node_ip]):
             return None

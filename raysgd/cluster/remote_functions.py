@@ -12,8 +12,8 @@ from raysgd.cluster.worker import CarriedError, Worker
 from raysgd.cluster.worker_handle import (
     ROOT_CAUSE_S,
     WorkerHandle,
-    is_worker_loss,
-    loss_cause,
+    exit_cause,
+    is_worker_failure,
 )
 from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
@@ -45,7 +45,7 @@ def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
         try:
             member.start_watching(info.result())
         except Exception as error:
-            if is_worker_loss(error):
+            if is_worker_failure(error):
                 raise WorkerLostError(f"A worker died during its start: {error}") from error
             raise
 
@@ -106,9 +106,9 @@ def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:
         where = f"Raised on worker {rank} on {member.name}:\n{error}"
         raise cause.with_traceback(None) from RemoteTraceback(where)
     except Exception as error:
-        if not is_worker_loss(error):
+        if not is_worker_failure(error):
             raise
-        cause_text = loss_cause(error, member.info)
+        cause_text = exit_cause(error, member.info)
         raise WorkerLostError(
             f"Lost worker {rank} on {member.name}: {cause_text}",
             rank=rank,

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import psutil
 
 from raysgd._internal.paths import without_secrets
-from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
+from raysgd.cluster.host_monitor import HostError, HostMonitor, HostWatch
 from raysgd.cluster.serialization import Parcel
 from raysgd.cluster.worker import Worker, WorkerInfo
 
@@ -101,7 +101,7 @@ class ActorHandle(WorkerHandle):
         self.actor = actor
         self._monitor = monitor
         self._waiting: dict[Future[Any], None] = {}  # futures of calls that have not returned
-        self._lost: LostError | None = None
+        self._lost: HostError | None = None
 
     def start_watching(self, info: WorkerInfo) -> None:
         self.info = info
@@ -112,7 +112,7 @@ class ActorHandle(WorkerHandle):
             answer = self.submit_control(Worker.watch_driver, *arguments)
             answer.add_done_callback(monitor.warn_if_unwatched)
 
-    def _lose(self, error: LostError) -> None:
+    def _lose(self, error: HostError) -> None:
         """Fail all current and later calls."""
         self._lost = error
         with contextlib.suppress(KeyError):  # no call is left
@@ -299,7 +299,7 @@ def _is_here(info: WorkerInfo) -> bool:
     return info.node_id == node_id
 
 
-def loss_cause(error: BaseException, info: WorkerInfo) -> str:
+def exit_cause(error: BaseException, info: WorkerInfo) -> str:
     """Return one line from a Ray error that says why a process ended."""
     import ray.exceptions
 
@@ -318,12 +318,12 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
     return f"process {info.pid}: {cause}" if info.pid else cause
 
 
-def is_worker_loss(error: BaseException) -> bool:
+def is_worker_failure(error: BaseException) -> bool:
     import ray.exceptions
 
     return isinstance(
         error,
-        LostError
+        HostError
         | ray.exceptions.RayActorError
         | ray.exceptions.WorkerCrashedError
         | ray.exceptions.NodeDiedError
@@ -334,8 +334,8 @@ def is_worker_loss(error: BaseException) -> bool:
 
 def cause_of(member: WorkerHandle | None, error: BaseException) -> str:
     """Return in one line why a worker was lost or did not start."""
-    if member is not None and is_worker_loss(error):
-        return without_secrets(loss_cause(error, member.info))
+    if member is not None and is_worker_failure(error):
+        return without_secrets(exit_cause(error, member.info))
     cause = getattr(error, "cause", None)  # of an error that Ray brings: its text is a traceback
     text = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_handle import WorkerHandle, is_worker_loss
+from raysgd.cluster.worker_handle import WorkerHandle, is_worker_failure
 from raysgd.errors import CollectiveError
 
 
@@ -50,7 +50,7 @@ class Attempt:
         return bool(self.lost) or self.needs_new_group or not kinds <= {"ok", "paused"}
 
     @property
-    def is_explained(self) -> bool:
+    def is_cause_known(self) -> bool:
         """Whether the attempt has a cause, or needs none."""
         return self.needs_new_group or bool(self.lost) or self.first_user_error is not None
 
@@ -71,7 +71,7 @@ class Attempt:
                     self.needs_new_group = True
             elif member.may_be_alive(error):
                 self.connection_error, self.needs_new_group = error, True
-            elif is_worker_loss(error):
+            elif is_worker_failure(error):
                 self.lost[member] = error
             else:
                 raise error

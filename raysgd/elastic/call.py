@@ -25,7 +25,7 @@ class LogPointCollector:
     """
 
     call_number: int | None = None
-    show: Callable[[Sequence[WorkerPoint]], None] | None = None
+    on_log: Callable[[Sequence[WorkerPoint]], None] | None = None
     """Receives the points of the next step. The last one is of this step."""
     _pending: dict[tuple[int, Any], LogPoint] = field(default_factory=dict)  # by step and worker
     _newest_steps: dict[Any, int] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class LogPointCollector:
         for step in sorted(step for step in log_steps if step <= until):
             # Workers that have left have measured steps before this point.
             keys = sorted((key for key in self._pending if key[0] <= step), key=lambda key: key[0])
-            if self.show is not None:
-                self.show([(worker, self._pending[step, worker]) for step, worker in keys])
+            if self.on_log is not None:
+                self.on_log([(worker, self._pending[step, worker]) for step, worker in keys])
             self.acknowledged_step = step
             for key in keys:
                 del self._pending[key]
@@ -83,14 +83,14 @@ class Call:
     """Whether workers finish batches. A worker that finishes none is then stuck."""
     can_pause: bool = False
     """Whether the call can pause at a step, so that replacement workers can join."""
-    on_wait: Callable[[Sequence[Bar]], None] | None = None
+    on_progress: Callable[[Sequence[Bar]], None] | None = None
     """Receives the progress of all workers while the call runs."""
     log_points: LogPointCollector = field(default_factory=LogPointCollector)
     """Collects what the workers measure while the call runs. By default, they release it."""
-    set_goal: Callable[[ReportedPosition, bool], Request] | None = None
+    make_request: Callable[[ReportedPosition, bool], Request] | None = None
     """Returns the request with its goal, for the first attempt and after a save. The arguments are
     the position, and whether callbacks save as soon as possible."""
-    replay: Callable[[ReportedPosition], Call | None] | None = None
+    make_replay: Callable[[ReportedPosition], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     leaving_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""

@@ -31,7 +31,7 @@ _NODE_LOSS_S = 10.0
 """Seconds that Ray may take to report a lost node."""
 _SILENCE_S = 10.0
 """Seconds that a stopped process may take to answer."""
-_SALVAGE_S = 10.0
+_RESCUE_S = 10.0
 """Seconds that a worker may take to send its state before all workers restart."""
 _LOOK_EVERY_S = 1.0
 """Seconds between two checks of workers that have not answered."""
@@ -87,10 +87,10 @@ class Commands:
 
     def interrupt_failed(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
-        attempt.collect_until(ROOT_CAUSE_S, lambda: attempt.is_explained)
+        attempt.collect_until(ROOT_CAUSE_S, lambda: attempt.is_cause_known)
         self.interrupt(attempt)
         attempt.collect_until(_RETURN_S)
-        attempt.collect_until(_NODE_LOSS_S, lambda: attempt.is_explained)
+        attempt.collect_until(_NODE_LOSS_S, lambda: attempt.is_cause_known)
         self._unfinished = self.busy
 
     def interrupt_and_send(self, request: Request) -> None:
@@ -116,7 +116,7 @@ class Commands:
         self,
         members: Sequence[WorkerHandle],
         request: Request,
-        timeout_s: float = _SALVAGE_S,
+        timeout_s: float = _RESCUE_S,
         inbox: Inbox | None = None,
     ) -> dict[WorkerHandle, Outcome]:
         """Send a request to idle members. Return the outcomes of those that succeed.

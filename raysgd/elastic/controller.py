@@ -25,16 +25,16 @@ from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.group_forming import GroupForming
+from raysgd.elastic.group_former import GroupFormer
 from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.policies import Policy
-from raysgd.elastic.preemption import PreemptionWatch
+from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed import SpeedMonitor
 from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
-from raysgd.elastic.supervision import Supervision
+from raysgd.elastic.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +86,15 @@ class Controller:
         self.events, self._backend = record.events, backend
         self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(group), SpeedMonitor(group)
         self._commands = commands = Commands(group, record, self._check_open, timeout_s)
-        self._preemption = preemption = PreemptionWatch(group, record, supports_live_join)
+        self._preemption = preemption = PreemptionMonitor(group, record, supports_live_join)
         self._scale_up = scale_up = ScaleUp(
             group, elastic, record, policy, preemption, arguments, timeout_s
         )
         shares = ShareBalancer(group, elastic, record)
-        self._forming = GroupForming(
+        self._former = GroupFormer(
             group, record, policy, elastic, commands, scale_up, snapshots, shares, backend, on_start
         )
-        self._supervision = Supervision(
+        self._supervisor = Supervisor(
             group, record, commands, scale_up, preemption, snapshots, shares, speed
         )
         self._awaits_load = False
@@ -136,7 +136,7 @@ class Controller:
             yield
         except BaseException as error:
             if not self.is_shut_down:
-                has_reached = self._supervision.attempt is not None
+                has_reached = self._supervisor.attempt is not None
                 self._react(state_machine.Aborted(reached_workers=has_reached))
                 if has_reached and isinstance(error, KeyboardInterrupt):
                     self.record.interruption = "interrupted by Ctrl-C"
@@ -172,7 +172,7 @@ class Controller:
             for action in actions:
                 assert following is None  # only the last action returns an event
                 if isinstance(action, state_machine.RunCall):  # here, for short tracebacks of users
-                    following = self._supervision.make_attempt(action)
+                    following = self._supervisor.make_attempt(action)
                 else:
                     following = self._execute(action)
             if following is None:
@@ -180,31 +180,31 @@ class Controller:
             event = following
 
     def _execute(self, action: state_machine.Action) -> GroupEvent | None:
-        forming, record, call = self._forming, self.record, self.record.call
+        former, record, call = self._former, self.record, self.record.call
         match action:
-            case Do.SURVEY:
-                return self._supervision.survey()
+            case Do.CHECK_GROUP:
+                return self._supervisor.check_group()
             case Do.AWAIT_WORKERS:
-                forming.await_workers(self.state.budget.min_workers)
+                former.await_workers(self.state.budget.min_workers)
             case Do.REJOIN:
-                return forming.rejoin()
+                return former.rejoin()
             case Do.RESTART:
                 self._awaits_load, before = call.replaces_state, record.progress
                 try:
-                    return forming.restart(self.state.budget.min_workers)
+                    return former.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
-                    record.update(before)
+                    record.set_progress(before)
                     raise
             case Do.RESCUE_STATE:
-                record.update(self.snapshots.rescue(self._commands))
+                record.set_progress(self.snapshots.rescue(self._commands))
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
-                assert self._supervision.attempt is not None
-                self._commands.interrupt(self._supervision.attempt)
-                record.update(*self._commands.ask_progress().values())
+                assert self._supervisor.attempt is not None
+                self._commands.interrupt(self._supervisor.attempt)
+                record.set_progress(*self._commands.ask_progress().values())
             case Do.COLLECT_METRICS:
-                forming.collect_metrics(self.members)
+                former.collect_metrics(self.members)
             case state_machine.RemoveLost(lost):
                 for member, error in lost.items():
                     rank, cause = record.ranks.get(member, -1), cause_of(member, error)
@@ -223,7 +223,7 @@ class Controller:
                 if lost:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
-                    record.update(record.progress, self._supervision.progress_before)
+                    record.set_progress(record.progress, self._supervisor.progress_before)
                 raise record.make_error(why, *next(iter(lost.items()), ()))
         return None
 
@@ -244,7 +244,7 @@ class Controller:
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
         before, end = self.record.progress, None
         try:
-            self._supervision.set_call(call)
+            self._supervisor.set_call(call)
             with self._aborting_on_error():
                 if len(self.members) < min_workers:
                     self._scale_up.reset_failures()  # once per call, to limit the attempts
@@ -257,10 +257,10 @@ class Controller:
         finally:
             end = None  # an error refers to this frame, which would be a cycle
             try:
-                self._supervision.set_call(Call())
+                self._supervisor.set_call(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
                     self._awaits_load = False
-                    self.record.update(before)
+                    self.record.set_progress(before)
                     self._group.discard(*self.members)
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()
@@ -299,7 +299,7 @@ class Controller:
                 num_vacant = sum(slot.is_ready for slot in self._group.find_vacant_slots())
                 if num_staying + num_vacant < self.min_workers:
                     return False
-            elif not self._scale_up.request_room():
+            elif not self._scale_up.request_resources():
                 return False
             self._react(state_machine.StartRequested(min_workers=self.min_workers))
         return True

@@ -59,10 +59,10 @@ class GroupRecord:
     """Ranks of the members of the newest generation, including lost ones."""
     generation: int = 0
     progress: Progress = field(default_factory=Progress)
-    """The newest known progress. Only `update` sets it."""
+    """The newest known progress. Only `set_progress` sets it."""
     events: list[Event] = field(default_factory=list)
     call: Call = field(default_factory=Call)
-    """The running call. Only `Supervision.set_call` sets it."""
+    """The running call. Only `Supervisor.set_call` sets it."""
     interruption: str = ""
     """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""
     on_event: Callable[[], Callable[[], None] | None] = lambda: None
@@ -77,7 +77,7 @@ class GroupRecord:
         """Whether no group has formed yet."""
         return all(event.kind != "started" for event in self.events)
 
-    def update(self, *reported: Progress | None) -> None:
+    def set_progress(self, *reported: Progress | None) -> None:
         """Set the progress to the newest of those that are reported, if there are any."""
         known = [each for each in reported if each is not None]
         self.progress = newest_progress(known) if known else self.progress

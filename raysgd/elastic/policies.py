@@ -134,11 +134,11 @@ def backoff_s(attempt: int, config: ElasticConfig) -> float:
     return min(config.max_s, config.initial_s * 2.0 ** min(attempt, 60))
 
 
-def choose_pause_step(progress: Sequence[Progress], notice_s: float) -> int:
-    """Return a step at which all workers can pause together, `notice_s` seconds ahead.
+def choose_pause_step(progress: Sequence[Progress], lead_s: float) -> int:
+    """Return a step at which all workers can pause together, `lead_s` seconds ahead.
 
     Workers are at most one step apart.
     """
     first = max(progress, key=lambda p: p.position.global_step)
     step_s = first.measured.step_s
-    return first.position.global_step + 2 + (math.ceil(notice_s / step_s) if step_s > 0 else 0)
+    return first.position.global_step + 2 + (math.ceil(lead_s / step_s) if step_s > 0 else 0)

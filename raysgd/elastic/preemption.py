@@ -16,7 +16,7 @@ _LEAVE_S = 3.0
 
 
 @dataclass(eq=False)
-class PreemptionWatch:
+class PreemptionMonitor:
     """Watches notices of preemption, and decides which of the preempted workers leave now.
 
     With `_can_join`, replacement workers can take over from those that leave.
@@ -30,7 +30,7 @@ class PreemptionWatch:
     must_save: bool = False
     """Whether to save soon: workers leave before any worker can replace them.
 
-    `Supervision` pauses the call, stores the state, and then sets a goal at which callbacks save.
+    `Supervisor` pauses the call, stores the state, and then sets a goal at which callbacks save.
     """
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:

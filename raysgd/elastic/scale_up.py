@@ -13,11 +13,11 @@ from raysgd._internal.context import WorkerContext
 from raysgd.cluster.actor_group import ActorGroup, AnySlot
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import Outcome, Worker
-from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_loss
+from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_failure
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
-from raysgd.elastic.preemption import PreemptionWatch
+from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class ScaleUp:
     config: ElasticConfig
     record: GroupRecord
     policy: Policy
-    preemption: PreemptionWatch
+    preemption: PreemptionMonitor
     create_arguments: Sequence[Any]
     """Arguments of `Worker.create`."""
     timeout_s: float
@@ -171,7 +171,7 @@ class ScaleUp:
         """Reset the failures of pending workers, because their cause may be gone."""
         self._delays, self.error = [], None
 
-    def request_room(self) -> bool:
+    def request_resources(self) -> bool:
         """Request resources if the group may grow. Return whether some are free."""
         is_full = len(self.group.members) >= self.group.options.num_workers
         may_grow = self.config.grow and not is_full and self._has_cooled_down()
@@ -250,7 +250,7 @@ class ScaleUp:
         handle, slot, phase = worker.handle, worker.slot, worker.phase
         cause = cause_of(handle, error)
         self.record.add_event("newcomer_failed", [] if handle is None else [handle], cause=cause)
-        if is_worker_loss(error):
+        if is_worker_failure(error):
             self._lost_slots.add(slot)
             before, count = self._losses_in_row.get(slot, (phase, 0))
             count = count + 1 if phase == before else 1

@@ -47,7 +47,7 @@ class ShareBalancer:
             return self._shares if _are_uneven(self._shares) else None
         self._speeds = {m: speed for m, speed in self._speeds.items() if m in members}
         old_shares = self._shares or (1.0,) * len(members)
-        shares = self.from_config(members) or (1.0,) * len(members)
+        shares = self.configured_for(members) or (1.0,) * len(members)
         if self._config.shares == "measured":
             measured = self._by_speed(members)
             shares = measured if _differ(shares, measured) else shares
@@ -63,7 +63,7 @@ class ShareBalancer:
             )
         return shares if _are_uneven(shares) else None
 
-    def from_config(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
+    def configured_for(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares that the user's mapping sets for workers. None means equal shares.
 
         A node that matches no name in the mapping has share 1.

@@ -112,7 +112,7 @@ _ADVICE_FOR_ONE = {
 }
 
 
-class Cause(NamedTuple):
+class Bottleneck(NamedTuple):
     """What slows training down: a phase, and the rank of the slow worker, or None for all."""
 
     phase: str
@@ -120,19 +120,19 @@ class Cause(NamedTuple):
     text: str
 
 
-def find_cause(
+def find_bottleneck(
     workers: Sequence[WorkerSpeed],
     since_step: int = 0,
     links: Mapping[tuple[str, str], float] | None = None,
-) -> Cause | None:
+) -> Bottleneck | None:
     """Return why training is slow, or None if nothing is wrong.
 
     `links` are bytes per second from host to host. Workers wait for each other in each step. So the
     slowest worker computes longest and waits least.
     """
     since = f" since step {since_step:,}"
-    if len(workers) > 1 and (cause := _find_straggler(workers, since)):
-        return cause
+    if len(workers) > 1 and (found := _find_straggler(workers, since)):
+        return found
     step_s = statistics.mean(each.step_s for each in workers)
     least_s = {name: min(each.seconds[name] for each in workers) for name in _ADVICE_FOR_ALL}
     phase = max(least_s, key=lambda name: least_s[name] / _MIN_FRACTIONS[name])
@@ -146,10 +146,10 @@ def find_cause(
         loader=_advice_for_loader(workers[0]),
         why=why,
     )
-    return Cause(phase, rank, text)
+    return Bottleneck(phase, rank, text)
 
 
-def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
+def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Bottleneck | None:
     slowest = max(workers, key=lambda each: each.busy_s)
     others = [each for each in workers if each is not slowest]
     extra_s = slowest.busy_s - statistics.median(each.busy_s for each in others)
@@ -171,7 +171,7 @@ def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
         percent=f"{100 * slow[phase] / slowest.step_s:.0f} % of the",
         loader=_advice_for_loader(slowest),
     )
-    return Cause(phase, slowest.rank, f"Worker {slowest.rank} on {slowest.host} {text}")
+    return Bottleneck(phase, slowest.rank, f"Worker {slowest.rank} on {slowest.host} {text}")
 
 
 def _advice_for_loader(worker: WorkerSpeed) -> str:
@@ -213,7 +213,7 @@ _STEPS, _SAMPLES = len(PHASES), len(PHASES) + 1
 class SpeedMonitor:
     """Collects the times of the workers. The measurement begins again when the group changes.
 
-    A cause of slowness counts if it is the cause in most windows of a second.
+    A bottleneck counts if it is found in most windows of a second.
     """
 
     group: ActorGroup
@@ -221,7 +221,7 @@ class SpeedMonitor:
     _newest: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)
     _began: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # of the group, by rank
     _window: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # its begin, by rank
-    _causes: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
+    _num_windows: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
     """Numbers of windows by their phase and rank, or None for a window that is not slow."""
     _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
     _laps: dict[str, dict[WorkerHandle, PhaseTimes]] = field(default_factory=dict)
@@ -253,13 +253,13 @@ class SpeedMonitor:
             self._links.clear()
             new = self._times_of(Totals())
             self._began = self._window = {m: self._newest.get(m, new) for m in members}
-            self._causes.clear()
+            self._num_windows.clear()
         self._timing = timings
         self._newest = {member: self._times_of(each) for member, each in timings.items()}
         rows = self._times_since(self._window)
         if _seconds(rows) >= _WINDOW_S and rows[:, _STEPS].all():
-            cause = find_cause(self._speeds(rows), 0, self._links)
-            self._causes[None if cause is None else cause[:2]] += 1
+            found = find_bottleneck(self._speeds(rows), 0, self._links)
+            self._num_windows[None if found is None else found[:2]] += 1
             self._window = self._newest
 
     def _times_of(self, totals: Totals) -> PhaseTimes:
@@ -295,12 +295,12 @@ class SpeedMonitor:
         return SpeedReport(workers=workers, since_step=since, sentence=sentence)
 
     def _sentence(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
-        cause = find_cause(workers, since_step, self._links)
-        if cause is None or any(each.num_steps < _MIN_STEPS for each in workers):
+        found = find_bottleneck(workers, since_step, self._links)
+        if found is None or any(each.num_steps < _MIN_STEPS for each in workers):
             return ""
-        if cause.phase != "save" and self._causes[cause[:2]] < 0.6 * self._causes.total():
+        if found.phase != "save" and self._num_windows[found[:2]] < 0.6 * self._num_windows.total():
             return ""  # noise, or a few slow steps
-        return cause.text
+        return found.text
 
     def end_lap(
         self, kind: str, timing: Mapping[WorkerHandle, Totals] | None = None

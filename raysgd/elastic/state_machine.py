@@ -93,7 +93,7 @@ class CallRequested(GroupEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surveyed(GroupEvent):
+class GroupChecked(GroupEvent):
     """The driver has counted the members, and the workers that join and leave now."""
 
     num_workers: int
@@ -171,7 +171,7 @@ class StopRequested(GroupEvent):
 class Do(Enum):
     """An action without arguments."""
 
-    SURVEY = "let the components act, and count the members, those that join, and those that leave"
+    CHECK_GROUP = "let the components act, and count the members that stay, join, and leave"
     AWAIT_WORKERS = "wait until enough workers are ready"
     REJOIN = "wait for workers that are still busy, and form the next generation"
     INTERRUPT = "interrupt the workers after an exception on the driver"
@@ -238,31 +238,31 @@ def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Transiti
         case Ready() | Broken(), StartRequested(min_workers=min_workers):
             return Starting(CallBudget(min_workers=min_workers)), (Do.RESTART,)
         case Ready() | Broken(), CallRequested(budget=budget):
-            return replace(state, budget=budget), (Do.SURVEY,)
-        case Ready() | Broken(), Surveyed():
-            return _after_survey(state, event, policy)
+            return replace(state, budget=budget), (Do.CHECK_GROUP,)
+        case Ready() | Broken(), GroupChecked():
+            return _after_group_check(state, event, policy)
         case Broken(), SnapshotChecked(can_restart=can_restart):
             if not can_restart:
                 return state, (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
             return Starting(budget), (Do.RESTART,)
         case Starting() | Broken(), GroupFormed():
-            return Ready(budget), (Do.SURVEY,) if budget.in_call else ()
+            return Ready(budget), (Do.CHECK_GROUP,) if budget.in_call else ()
         case Broken(num_failed_rejoins=number), FormingFailed(error=error):
             if error is None:
-                return state, (Do.SURVEY,)
+                return state, (Do.CHECK_GROUP,)
             if number == _MAX_FAILED_REJOINS or not isinstance(error, CollectiveError):
                 return state, ()
-            return Broken(budget, number + 1), (Do.SURVEY,)
+            return Broken(budget, number + 1), (Do.CHECK_GROUP,)
         case Broken(), StateLost(why=why):
             if not (policy.keeps_snapshots or budget.replaces_state):
                 return state, (Fail(f"{why}, {_NO_SNAPSHOT}"),)
-            return state, (DiscardWorkers(why), Do.SURVEY)
+            return state, (DiscardWorkers(why), Do.CHECK_GROUP)
         case Broken() | Running(), WorkersLost(lost=lost):
-            return _after_loss(_broken(state), lost, policy)
+            return _after_worker_failure(_broken(state), lost, policy)
         case Running(), CallReturned(is_complete=is_complete):
-            return Ready(budget), () if is_complete else (Do.SURVEY,)
+            return Ready(budget), () if is_complete else (Do.CHECK_GROUP,)
         case Running(), CallFailed(error=error):
-            return Broken(budget), (Do.SURVEY,) if error is None else ()
+            return Broken(budget), (Do.CHECK_GROUP,) if error is None else ()
     raise ValueError(f"{event} cannot happen in the state {type(state).__name__}.")
 
 
@@ -270,13 +270,13 @@ def _broken(state: GroupState) -> Broken:
     return state if isinstance(state, Broken) else Broken(state.budget)
 
 
-def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Transition:
+def _after_group_check(state: GroupState, event: GroupChecked, policy: Policy) -> Transition:
     budget = state.budget
     if not event.num_workers:
         return _broken(state), (Do.CHECK_SNAPSHOT,)
     if event.num_workers + event.num_joining < budget.min_workers:
         if policy.may_grow:
-            return state, (Do.AWAIT_WORKERS, Do.SURVEY)
+            return state, (Do.AWAIT_WORKERS, Do.CHECK_GROUP)
         number = format_shortage(event.num_workers, budget.min_workers)
         return state, (Fail(f"{number}, and grow=False starts no replacements"),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
@@ -290,7 +290,7 @@ def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Transit
     return running, (RunCall(is_replay=event.must_replay),)
 
 
-def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Transition:
+def _after_worker_failure(state: Broken, lost: LostWorkers, policy: Policy) -> Transition:
     budget = state.budget
     actions: list[Action] = [RemoveLost(lost)]
     if not policy.survivors_stay:
@@ -305,5 +305,5 @@ def _after_loss(state: Broken, lost: LostWorkers, policy: Policy) -> Transition:
         budget = replace(budget, num_early_failures=budget.num_early_failures + 1)
         if budget.num_early_failures > policy.max_attempts:
             why = f"workers were lost {budget.num_early_failures} times before the call began"
-    actions += [Fail(why, lost) if why else Do.SURVEY]
+    actions += [Fail(why, lost) if why else Do.CHECK_GROUP]
     return replace(state, budget=budget), tuple(actions)

@@ -113,10 +113,10 @@ class Dispatcher:
         """Run a call with these options of `Call`, and return the answers by rank."""
         self.check_open(changes_state)
         options = {"max_failures": _MAX_FAILURES, **options}
-        call = Call(request=request, replay=self._replay_of, **options)
+        call = Call(request=request, make_replay=self._make_replay, **options)
         return [outcome.unpack() for outcome in self.controller.run(call)]
 
-    def _replay_of(self, position: ReportedPosition) -> Call | None:
+    def _make_replay(self, position: ReportedPosition) -> Call | None:
         """Return the call that repeats training up to `position`."""
         if self._newest_training is None:
             return None
@@ -140,7 +140,7 @@ class Dispatcher:
         request, self._train_start = replace(request, until_nan=self._ends_at_nan), None
         call = Call(
             request=request,
-            set_goal=partial(self._set_goal, request, num_steps),
+            make_request=partial(self._make_train_request, request, num_steps),
             max_failures=max_retries,
             has_batches=True,
             can_pause=True,
@@ -150,15 +150,15 @@ class Dispatcher:
         controller, seconds, is_paused = self.controller, 0.0, True
         try:
             while is_paused:
-                call.on_wait = self.callback_list.watch(trainer, "train")
-                call.log_points.show = partial(self._log, trainer) if request.log_every else None
+                call.on_progress = self.callback_list.watch(trainer, "train")
+                call.log_points.on_log = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
                 results = [outcome.unpack() for outcome in controller.run(call)]
                 seconds, ended = seconds + time.perf_counter() - started, time.time()
                 is_paused = results[0] is PAUSED
                 self.callback_list.pause(trainer)
         finally:
-            call.on_wait = call.log_points.show = None  # they keep the trainer alive
+            call.on_progress = call.log_points.on_log = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
         assert self._train_start is not None
         position, speed = self.position, controller.speed.end_lap("train")
@@ -167,7 +167,7 @@ class Dispatcher:
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
         return CallResult(results, merged, position.epoch > self._train_start.epoch, last_call)
 
-    def _set_goal(
+    def _make_train_request(
         self, request: TrainRequest, num_steps: int | None, position: ReportedPosition, saves: bool
     ) -> TrainRequest:
         """Return the request with the goal of a call of ``train``, and the step of its next pause.
@@ -246,10 +246,10 @@ class Dispatcher:
         if self._unfinished_validation is not None and not request.from_start:
             request = replace(request, call_number=self._unfinished_validation)
         self._unfinished_validation = request.call_number
-        on_wait = self.callback_list.watch(trainer, "validate")
+        on_progress = self.callback_list.watch(trainer, "validate")
         start = 0 if request.from_start else self.position.validation_offset
         started = time.perf_counter()
-        results = self.run(request, method="validate", has_batches=True, on_wait=on_wait)
+        results = self.run(request, method="validate", has_batches=True, on_progress=on_progress)
         seconds = time.perf_counter() - started
         self._unfinished_validation = None
         merged = self._merge(results)

@@ -9,7 +9,7 @@ DRIVER = re.compile(
     r"raysgd/(callbacks|cli|elastic|testing|train/backend|trainer|trials|cluster/(?!worker\.py))"
 )
 READERS = dict.fromkeys(Progress._fields, "elastic/") | {
-    "bar": "elastic/supervision.py",
+    "bar": "elastic/supervisor.py",
     "snapshot": "elastic/snapshots.py",
     "updates": "trainer/",
 }

@@ -127,8 +127,8 @@ class Driver:
         """Train a number of steps, in a call that computes its goal itself."""
         request = TrainRequest(call_number=0)
         dispatcher = Dispatcher(self.controller, CallbackList(), "Trainer")
-        set_goal = partial(dispatcher._set_goal, request, num_steps)
-        call = Call(request=request, set_goal=set_goal, has_batches=True, can_pause=True)
+        make_request = partial(dispatcher._make_train_request, request, num_steps)
+        call = Call(request=request, make_request=make_request, has_batches=True, can_pause=True)
         outcomes = self.controller.run(call)
         return [outcome.progress.position.global_step for outcome in outcomes]
 
@@ -601,5 +601,5 @@ class SimGroup(ActorGroup):
         self._world.begin(member)
         return member
 
-    def describe_room(self):
+    def describe_demand(self):
         return f"room for {self._world.room}"

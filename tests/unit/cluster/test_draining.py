@@ -8,7 +8,7 @@ import pytest
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.preemption_notices import Notice
 from raysgd.elastic.call import Call
-from raysgd.elastic.preemption import PreemptionWatch
+from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.loop.requests import LeavingRequest, TrainRequest
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.clock import ManualClock
@@ -122,12 +122,12 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
         member.divided = is_divided
     begun, snapshots = [], controller.snapshots
 
-    def set_goal(position, must_save):
+    def make_request(position, must_save):
         begun.append((position.global_step, must_save, snapshots.load()))
         return TrainRequest(call_number=0, until_step=100)
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
-    train(controller, 100, set_goal=set_goal)
+    train(controller, 100, make_request=make_request)
     assert kinds(controller) == ["draining"]
     ((_, _, _), (step, immediately, state), *_) = begun
     assert immediately
@@ -140,7 +140,7 @@ def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     world, controller = start(room=3)
     world.at_step(20, lambda: controller.drain(None, 2, left_s))
     request, saved = TrainRequest(call_number=0, until_step=50), []
-    train(controller, 50, set_goal=lambda position, saves: saved.append(saves) or request)
+    train(controller, 50, make_request=lambda position, saves: saved.append(saves) or request)
     assert kinds(controller)[0] == "draining"
     assert any(saved) == saves
 
@@ -155,8 +155,8 @@ def test_a_save_while_lost_steps_run_again_sets_the_goal_after_them(start):
         controller,
         50,
         max_failures=1,
-        replay=lambda _: controller.drain("node0", None, 60.0) or earlier,
-        set_goal=lambda position, saves: goals.append((position.global_step, saves)) or request,
+        make_replay=lambda _: controller.drain("node0", None, 60.0) or earlier,
+        make_request=lambda position, saves: goals.append((position.global_step, saves)) or request,
     )
     assert goals == [(25, False), (25, True)]
 
@@ -170,7 +170,7 @@ def watch_of(left_s, **sizes):
         options=GroupOptions(**sizes),
         preempted=lambda: {rank: Notice("", clock.now + s) for rank, s in left_s.items()},
     )
-    return PreemptionWatch(group, SimpleNamespace(add_event=lambda *_, **__: None), True)
+    return PreemptionMonitor(group, SimpleNamespace(add_event=lambda *_, **__: None), True)
 
 
 def test_a_later_notice_does_not_revoke_the_save():

@@ -10,7 +10,7 @@ import pytest
 from raysgd._internal.progress import Progress
 from raysgd.cluster.worker import Worker
 from raysgd.elastic.state_machine import Broken
-from raysgd.elastic.supervision import Supervision
+from raysgd.elastic.supervisor import Supervisor
 from raysgd.errors import CheckpointError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError
 from tests.blackbox.simulation.world import World
@@ -74,14 +74,14 @@ def test_the_first_save_asks_all_workers_if_each_has_a_shard(world):
 
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
     controller = world.drive(2).controller
-    watch = Supervision._watch
+    watch = Supervisor._watch
 
     def taken(*arguments):
         polled = watch(*arguments)
         controller.members.clear()
         return polled
 
-    monkeypatch.setattr(Supervision, "_watch", taken)
+    monkeypatch.setattr(Supervisor, "_watch", taken)
     assert len(run(controller, "train", until_step=3)) == 2
 
 
@@ -124,7 +124,7 @@ def test_the_progress_of_survivors_is_known_before_they_continue(world):
     def note():
         event = controller.events[-1]
         if event.kind == "lost":
-            controller.record.update(Progress())  # the survivors have not answered yet
+            controller.record.set_progress(Progress())  # the survivors have not answered yet
         if event.kind == "resumed":
             behind.append(event.step - controller.record.position.global_step)
 

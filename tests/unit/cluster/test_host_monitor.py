@@ -14,9 +14,9 @@ import pytest
 from raysgd.cluster import host_monitor as module
 from raysgd.cluster.host_monitor import (
     DriverWatch,
+    HostError,
     HostMonitor,
     HostWatch,
-    LostError,
 )
 from raysgd.comm.connection import Listener, connect
 from tests.conftest import wait_until
@@ -137,7 +137,7 @@ def test_worker_that_does_not_reconnect_is_lost(watched):
         wait_until(lambda: watched.watch._connection is not None)
         closed = time.monotonic()
     error = watched.lost.result(20)
-    assert isinstance(error, LostError)
+    assert isinstance(error, HostError)
     assert "closed the connection" in str(error)
     assert time.monotonic() - closed >= module._RECONNECT_S
     assert not watched.watch.is_silent

@@ -13,14 +13,14 @@ import ray.exceptions
 
 from raysgd._internal.progress import Progress
 from raysgd.cluster import worker_handle as members
-from raysgd.cluster.host_monitor import LostError
+from raysgd.cluster.host_monitor import HostError
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     LocalHandle,
-    is_worker_loss,
-    loss_cause,
+    exit_cause,
+    is_worker_failure,
 )
 from tests.conftest import wait_until
 from tests.unit.cluster.calls import request_of
@@ -86,11 +86,11 @@ def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
     done = member.submit_work(Worker.handle)
     pending = [member.submit_control(method) for method in (Worker.progress, Worker.stacks)]
     answers[0].set_result(7)
-    member._lose(LostError("gone"))
+    member._lose(HostError("gone"))
     answers[1].set_result(8)  # too late
     assert done.result() == 7
     for answer in (*pending, member.submit_work(Worker.handle)):
-        with pytest.raises(LostError, match="gone"):
+        with pytest.raises(HostError, match="gone"):
             answer.result(0)
 
 
@@ -174,12 +174,12 @@ def test_loss_cause_is_one_line_of_the_error_of_ray():
         "with code 2. Some common causes include: (1) the process is killed"
     )
     unknown = WorkerInfo(node_id="", node_ip="")
-    assert loss_cause(RuntimeError(said), unknown) == "Worker exits with code 2."
-    assert loss_cause(RuntimeError(said), PLACE) == "process 77: Worker exits with code 2."
-    assert loss_cause(RuntimeError("gone\n"), unknown) == "gone"
+    assert exit_cause(RuntimeError(said), unknown) == "Worker exits with code 2."
+    assert exit_cause(RuntimeError(said), PLACE) == "process 77: Worker exits with code 2."
+    assert exit_cause(RuntimeError("gone\n"), unknown) == "gone"
     died = RuntimeError("It died.\n\tclass_name: W\n\tactor_id: 6\n")
-    assert loss_cause(died, unknown) == "It died."
-    assert loss_cause(RuntimeError(), unknown) == "RuntimeError"
+    assert exit_cause(died, unknown) == "It died."
+    assert exit_cause(RuntimeError(), unknown) == "RuntimeError"
 
 
 def test_loss_cause_says_that_ray_killed_a_worker_for_memory():
@@ -188,10 +188,10 @@ def test_loss_cause_says_that_ray_killed_a_worker_for_memory():
         "10.0.0.2, ID: 7ffe) was 9.03GB used / 9.50GB limit (0.951)\nOOM kill reason: Memory "
         "usage exceeded threshold\nRefer to the documentation on how to address the issue: https"
     )
-    cause = loss_cause(ray.exceptions.OutOfMemoryError(said), PLACE)
+    cause = exit_cause(ray.exceptions.OutOfMemoryError(said), PLACE)
     assert cause.startswith("process 77: Ray killed it because the memory of its node was nearly")
     assert "full (9.03GB used / 9.50GB). Give the node more memory" in cause
-    other = loss_cause(ray.exceptions.OutOfMemoryError("Task was killed"), PLACE)
+    other = exit_cause(ray.exceptions.OutOfMemoryError("Task was killed"), PLACE)
     assert "was nearly full. Give" in other
 
 
@@ -209,7 +209,7 @@ def test_loss_cause_says_that_ray_killed_a_worker_for_memory():
     ids=lambda value: type(value).__name__,
 )
 def test_a_loss_is_distinguished_from_other_errors(error, lost):
-    assert is_worker_loss(error) is lost
+    assert is_worker_failure(error) is lost
 
 
 @pytest.mark.parametrize(("interrupts", "lives"), [(True, True), (False, False), (None, False)])

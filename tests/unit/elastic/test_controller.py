@@ -182,10 +182,10 @@ def test_steps_lost_before_ctrl_c_in_a_restart_are_left_to_the_next_call(world):
     assert controller.record.position.global_step > world.kept_by_driver == 20
 
 
-def test_on_wait_gets_the_progress_of_the_workers(world):
+def test_on_progress_gets_the_progress_of_the_workers(world):
     controller = world.drive(3).controller
     seen = []
-    train(controller, on_wait=lambda progress: seen.append([p.global_step for p in progress]))
+    train(controller, on_progress=lambda progress: seen.append([p.global_step for p in progress]))
     assert [20, 20, 20] in seen
 
 

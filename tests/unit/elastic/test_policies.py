@@ -90,18 +90,18 @@ step_times = st.just(0.0) | st.floats(1e-5, 100.0)
     st.integers(0, 10**6),
     st.floats(0.0, 2.0),
 )
-def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reached, notice_s):
+def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reached, lead_s):
     positions = [ReportedPosition(global_step=reached + more) for more, _ in workers]
     measured = [Measured(step_s=step_s) for _, step_s in workers]
     pairs = list(zip(positions, measured, strict=True))
-    step = choose_pause_step([Progress(at, measured=speed) for at, speed in pairs], notice_s)
+    step = choose_pause_step([Progress(at, measured=speed) for at, speed in pairs], lead_s)
     assert all(step >= at.global_step + 2 for at in positions)
     first, (step_s, *_) = max(pairs, key=lambda pair: pair[0].global_step)
     ahead = step - 2 - first.global_step
     # and no later than necessary
     if step_s:
         rounding = 1e-9 * (1.0 + step_s)
-        assert (ahead - 1) * step_s - rounding <= notice_s
-        assert notice_s <= ahead * step_s + rounding
+        assert (ahead - 1) * step_s - rounding <= lead_s
+        assert lead_s <= ahead * step_s + rounding
     else:
         assert ahead == 0

@@ -114,9 +114,9 @@ def test_a_worker_that_has_almost_stopped_keeps_a_share():
 
 def test_nodes_have_the_shares_of_a_mapping():
     group, record, shares = make(shares={"slot=w1": 0.25})
-    assert shares.choose_for(group.members) == shares.from_config(group.members) == (1.6, 0.4)
+    assert shares.choose_for(group.members) == shares.configured_for(group.members) == (1.6, 0.4)
     assert record.events == [((1.0, 1.0), (1.6, 0.4))]
-    assert make(shares={"CPU": 2.0})[2].from_config(group.members) is None
+    assert make(shares={"CPU": 2.0})[2].configured_for(group.members) is None
 
 
 def test_resources_that_no_node_has_yet_are_logged(caplog):
@@ -128,7 +128,7 @@ def test_the_only_worker_has_the_whole_batch_without_a_look_at_nodes(monkeypatch
     monkeypatch.delattr(FakeGroup, "node_traits")  # it would need Ray
     group, _, shares = make(1, shares={"slot=w0": 0.25})
     assert shares.choose_for(group.members) is None
-    assert shares.from_config(group.members) is None
+    assert shares.configured_for(group.members) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd._internal.progress import Measured, Progress, ReportedPosition
 from raysgd._internal.step_timing import PHASES, Totals
-from raysgd.elastic.speed import SpeedMonitor, SpeedReport, WorkerSpeed, find_cause
+from raysgd.elastic.speed import SpeedMonitor, SpeedReport, WorkerSpeed, find_bottleneck
 
 HEALTHY = {"data": 1.0, "forward": 3.4, "backward": 10.2, "wait": 9.1, "optimizer": 0.9}
 
@@ -33,7 +33,7 @@ def speeds(*rows, hosts="ABCD", loader_workers=0):
 
 
 def sentence(workers, links=None):
-    cause = find_cause(workers, 42, links)
+    cause = find_bottleneck(workers, 42, links)
     return "" if cause is None else cause.text
 
 
@@ -167,7 +167,7 @@ def test_short_slowness_and_noise_are_no_sentence():
     for _ in range(5):
         group.train(FAST, FAST)
     group.train({**FAST, "wait": 60000.0}, {**FAST, "other": 60000.0}, seconds=60)
-    assert find_cause(group.monitor.report().workers).rank == 1, "on average"
+    assert find_bottleneck(group.monitor.report().workers).rank == 1, "on average"
     assert group.monitor.report().sentence == ""
 
 

@@ -31,8 +31,8 @@ BUDGETS = [CallBudget(in_call=True, max_failures=number) for number in (0, 1, 3)
 LOST = {"worker": OSError("lost")}
 BROKEN_LINK = CollectiveError("closed by peer")
 booleans = st.booleans()
-surveyed = st.builds(
-    state_machine.Surveyed,
+group_checked = st.builds(
+    state_machine.GroupChecked,
     num_workers=st.integers(0, 3),
     num_joining=st.integers(0, 2),
     num_leaving=st.integers(0, 1),
@@ -50,7 +50,7 @@ aborted = st.builds(state_machine.Aborted, reached_workers=booleans)
 checked = st.builds(state_machine.SnapshotChecked, can_restart=booleans)
 stops = st.just(state_machine.StopRequested())
 RESULTS = {
-    Do.SURVEY: surveyed,
+    Do.CHECK_GROUP: group_checked,
     Do.REJOIN: formed | failed | lost | state_lost,
     Do.RESTART: formed,
     Do.CHECK_SNAPSHOT: checked,
@@ -72,11 +72,11 @@ SAMPLES = [
         state_machine.StartRequested(min_workers=1),
         state_machine.CallRequested(budget=BUDGETS[0]),
         state_machine.StopRequested(),
-        state_machine.Surveyed(num_workers=0),
+        state_machine.GroupChecked(num_workers=0),
     ),
     *(state_machine.SnapshotChecked(can_restart=each) for each in (True, False)),
-    *(state_machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
-    state_machine.Surveyed(num_workers=2),
+    *(state_machine.GroupChecked(num_workers=2, num_joining=1, num_leaving=n) for n in (0, 1, 2)),
+    state_machine.GroupChecked(num_workers=2),
     *(state_machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
     *(state_machine.GroupFormed(), state_machine.WorkersLost(lost=LOST)),
     state_machine.StateLost(why="no shares"),
@@ -155,7 +155,7 @@ def test_a_call_runs_only_on_a_group_that_is_ready(steps):
 
 
 def test_a_loss_in_a_replay_is_a_retry_if_the_call_has_begun():
-    replay = state_machine.Surveyed(num_workers=2, must_replay=True)
+    replay = state_machine.GroupChecked(num_workers=2, must_replay=True)
     for has_begun in (True, False):
         state = Ready(replace(BUDGETS[1], has_begun=has_begun))
         for event in (replay, state_machine.WorkersLost(lost=LOST)):
@@ -168,5 +168,5 @@ def test_the_third_failure_to_form_a_live_group_is_an_error():
     state, event = Broken(), state_machine.FormingFailed(error=BROKEN_LINK)
     for _ in range(2):
         state, actions = state_machine.transition(state, event, POLICIES[0])
-        assert actions == (Do.SURVEY,)
+        assert actions == (Do.CHECK_GROUP,)
     assert state_machine.transition(state, event, POLICIES[0])[1] == ()

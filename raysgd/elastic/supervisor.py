@@ -23,7 +23,7 @@ from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import BUSY_TICK_S, Commands
 from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.policies import choose_pause_step, newest_progress
-from raysgd.elastic.preemption import PreemptionWatch
+from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _UNEVEN_TICK_S = 0.25
-_NOTICE_S = 0.1
+_LEAD_S = 0.1
 """Seconds between the request of a pause and the pause."""
-_LONG_NOTICE_S = 1.0
-"""The same delay for new shares, which are not urgent. A late request costs a new generation."""
+_LONG_LEAD_S = 1.0
+"""The same time for new shares, which are not urgent. A late request costs a new generation."""
 
 _STANDSTILL_S = 60.0
 """Seconds without a finished batch after which to log the stacks of all workers."""
@@ -104,14 +104,14 @@ class HealthMonitor:
 
 
 @dataclass(eq=False)
-class Supervision:
+class Supervisor:
     """Makes attempts at the running call."""
 
     _group: ActorGroup
     _record: GroupRecord
     _commands: Commands
     _scale_up: ScaleUp
-    _preemption: PreemptionWatch
+    _preemption: PreemptionMonitor
     _snapshots: SnapshotKeeper
     _share_balancer: ShareBalancer
     _speed: SpeedMonitor
@@ -135,11 +135,11 @@ class Supervision:
         self._goal_saves_soon = False
         """Whether callbacks save soon with that goal."""
 
-    def survey(self) -> state_machine.Surveyed:
+    def check_group(self) -> state_machine.GroupChecked:
         """Let the components check the group. Return the changes that are due."""
         self._advance({})
         joining, leaving = self._scale_up.due_changes()
-        return state_machine.Surveyed(
+        return state_machine.GroupChecked(
             num_workers=len(self._group.members),
             num_joining=len(joining),
             num_leaving=len(leaving),
@@ -161,7 +161,7 @@ class Supervision:
         """Return whether steps were lost with all workers and a call can repeat them."""
         before, call = self.progress_before.position, self._record.call
         step = self._record.position.global_step
-        can_repeat = call.has_batches or (call.replay and not call.replaces_state)
+        can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return False
         if not self._has_warned:
@@ -172,14 +172,14 @@ class Supervision:
                 step + 1,
                 before.global_step,
             )
-        if self._replay is None and call.replay is not None:
-            self._replay = call.replay(before)
+        if self._replay is None and call.make_replay is not None:
+            self._replay = call.make_replay(before)
         return self._replay is not None
 
     def make_attempt(self, action: state_machine.RunCall) -> state_machine.GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         if self._preemption.must_save and self._record.call.can_pause:
-            self._record.update(self._snapshots.rescue(self._commands))
+            self._record.set_progress(self._snapshots.rescue(self._commands))
             self._preemption.must_save = False
             self._needs_goal = self._goal_saves_soon = True
         self.attempt = None
@@ -207,9 +207,9 @@ class Supervision:
         if is_replay:
             assert self._replay is not None
             call = self._replay
-        elif self._needs_goal and call.set_goal is not None:
+        elif self._needs_goal and call.make_request is not None:
             newest = newest_progress([self._record.progress, self.progress_before])
-            call.request = call.set_goal(newest.position, self._goal_saves_soon)
+            call.request = call.make_request(newest.position, self._goal_saves_soon)
             self._needs_goal = False
         return call
 
@@ -223,7 +223,7 @@ class Supervision:
             request = request.for_attempt(self._share_balancer.choose_for(members), self._split)
         self._split = 0
         if self._group.options.is_inline:
-            if call.on_wait is not None or call.log_points.show is not None:
+            if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))
             return request, None
         packed = pack_as(f"the arguments of {call.name}", request)
@@ -242,7 +242,7 @@ class Supervision:
         known = attempt.outcomes
         progress = {m: known[m].progress for m in self._group.members if m in known}
         call.log_points.add(progress, self._group.members)
-        self._record.update(*(progress.values() or [polled]))
+        self._record.set_progress(*(progress.values() or [polled]))
         if progress:
             self._advance(progress)
         if not attempt.has_failed:
@@ -288,8 +288,8 @@ class Supervision:
     def _ask_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
         """Return the progress of the members that answer, and show it."""
         progress = self._commands.ask_progress(call.log_points.acknowledged_step)
-        if call.on_wait is not None:
-            call.on_wait([each.bar for each in progress.values()])
+        if call.on_progress is not None:
+            call.on_progress([each.bar for each in progress.values()])
         call.log_points.add(progress, self._group.members)
         return progress
 
@@ -299,7 +299,7 @@ class Supervision:
         newest = None
         while attempt.is_running:
             self._commands.check_open()
-            is_busy = call.on_wait is not None or self._scale_up.num_started()
+            is_busy = call.on_progress is not None or self._scale_up.num_started()
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
             if attempt.collect(BUSY_TICK_S if is_busy else idle_s):
                 continue
@@ -316,18 +316,18 @@ class Supervision:
             if call.can_pause and not self._commands.is_pausing:
                 is_urgent = any(self._scale_up.due_changes()) or self._preemption.must_save
                 if is_urgent or self._share_balancer.wants_change:
-                    self._pause(attempt, progress, _NOTICE_S if is_urgent else _LONG_NOTICE_S)
+                    self._pause(attempt, progress, _LEAD_S if is_urgent else _LONG_LEAD_S)
         return newest
 
     def _pause(
-        self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], notice_s: float
+        self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], lead_s: float
     ) -> None:
         """Let all workers pause at the same step, so that workers can join and leave."""
         if len(progress) < len(self._group.members) or attempt.outcomes:
             return  # a worker does not answer, or the call is ending
         if not all(p.measured.step_s for p in progress.values()):
             return  # the step duration is unknown before the first step
-        step = choose_pause_step(list(progress.values()), notice_s)
+        step = choose_pause_step(list(progress.values()), lead_s)
         steps = self._commands.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
             attempt.needs_new_group = True  # some workers have passed the step: discard it

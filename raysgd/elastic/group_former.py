@@ -39,7 +39,7 @@ _START_TICK_S = 0.01
 
 
 @dataclass(eq=False)
-class GroupForming:
+class GroupFormer:
     """Moves workers into new generations."""
 
     _group: ActorGroup
@@ -71,7 +71,7 @@ class GroupForming:
         self._share_balancer.observe(answers)
         of_members = {member: answers[member] for member in self._group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
-        self._record.update(answers[leader])
+        self._record.set_progress(answers[leader])
         # Without a snapshot, remote workers start again from `setup`.
         can_restart = self._snapshots.receive() or not self._group.options.is_inline
         can_restart = can_restart and not self._record.call.replaces_state
@@ -176,7 +176,7 @@ class GroupForming:
                     return
             is_short = num_members + self._scale_up.num_started() < min_workers
             if is_short and now >= deadline and not self._group.notices.detect_ray_silence():
-                room = self._group.describe_room()
+                room = self._group.describe_demand()
                 if num_waits == self._config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
                     raise self._record.make_error(why)
@@ -203,7 +203,7 @@ class GroupForming:
                 return False
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of workers that left.
-        self._record.update(progress)
+        self._record.set_progress(progress)
         step, results = progress.position.global_step, self._record.call.leaving_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._scale_up.forget_joined(members)
@@ -264,7 +264,7 @@ class GroupForming:
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
-        shares = self._share_balancer.from_config(entering)
+        shares = self._share_balancer.configured_for(entering)
         entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
         if leader is None:
             self._scale_up.record_set_up(entries)
