@@ -74,7 +74,7 @@ class EpochPartition:
     def owned_parts(self) -> range:
         """The parts of each step that this worker trains one after the other."""
         num_parts = self.layout.num_current_parts(self.world_size)
-        return range(*part_of(num_parts, self.world_size, self.rank, self.shares))
+        return range(*part_bounds(num_parts, self.world_size, self.rank, self.shares))
 
     @functools.cached_property
     def max_micro_batch_size(self) -> int:
@@ -134,11 +134,11 @@ class EpochPartition:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
         if self.layout.has_fixed_parts:
             num_parts = self.layout.num_current_parts(self.world_size)
-            return [(*part_of(size, num_parts, i), i < size) for i in self.owned_parts]
-        first, stop = part_of(size, self.world_size, self.rank, self.shares)
+            return [(*part_bounds(size, num_parts, i), i < size) for i in self.owned_parts]
+        first, stop = part_bounds(size, self.world_size, self.rank, self.shares)
         number = self._num_micro_batches(size) if self.may_split else 1
         rows = stop - first
-        spans = [part_of(rows, number, index) for index in range(number)]
+        spans = [part_bounds(rows, number, index) for index in range(number)]
         return [
             (first + low, first + high, self.rank < size and index < rows)
             for index, (low, high) in enumerate(spans)
@@ -151,7 +151,7 @@ class EpochPartition:
             return number
         # Avoid micro-batches of one sample, because batch normalization fails on them.
         spans = [
-            part_of(size, self.world_size, rank, self.shares) for rank in range(self.world_size)
+            part_bounds(size, self.world_size, rank, self.shares) for rank in range(self.world_size)
         ]
         return min(number, max(1, min(stop - first for first, stop in spans) // 2))
 
@@ -219,18 +219,18 @@ class UpdatePlan:
         return sum(each.num_samples or 0 for each in self.micro_batches)
 
 
-def part_of(
+def part_bounds(
     total: int, num_parts: int, index: int, shares: tuple[float, ...] | None = None
 ) -> tuple[int, int]:
     """Return one of `num_parts` parts of `total` samples as (start, stop), sized by its share.
 
     If there are fewer samples than parts, parts have samples in common.
 
-    >>> [part_of(5, 3, i) for i in range(3)]
+    >>> [part_bounds(5, 3, i) for i in range(3)]
     [(0, 2), (2, 4), (4, 5)]
-    >>> [part_of(2, 3, i) for i in range(3)]
+    >>> [part_bounds(2, 3, i) for i in range(3)]
     [(0, 1), (1, 2), (0, 1)]
-    >>> [part_of(8, 2, i, shares=(3.0, 1.0)) for i in range(2)]
+    >>> [part_bounds(8, 2, i, shares=(3.0, 1.0)) for i in range(2)]
     [(0, 6), (6, 8)]
     """
     if total < num_parts:

@@ -162,7 +162,7 @@ class Loop:
             batch = segment.batch if in_update else None
             self.control.failed_at = segment.describe_position()
             self._end_failed_segment(segment)
-            if split := train_state.micro_batching.split_after(error, batch, segment.may_split):
+            if split := train_state.micro_batching.choose_split(error, batch, segment.may_split):
                 raise RetrySplitError(split) from error
             raise
         if segment.num_steps or not segment.was_read:
@@ -187,11 +187,11 @@ class Loop:
         position.call_began_at = call.began_at
         train_state.begin_segment(keeps_modes=call.has_paused)
         call.has_paused = False
-        self.snapshots.maybe_take(is_collective=True)
+        self.snapshots.take_if_due(is_collective=True)
         train_state.resume_modes()
         after_commit: list[Callable[[], None]] = []
         if self.snapshots.takes_between_steps:
-            after_commit.append(self.snapshots.maybe_take)
+            after_commit.append(self.snapshots.take_if_due)
         if request.until_nan:
             after_commit.append(self._end_at_bad_loss)
         steps_left, agree_on_batch = self._agree_on_data()

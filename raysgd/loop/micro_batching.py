@@ -60,7 +60,7 @@ class MicroBatching(UpdateFeature):
         """Return the micro-batches of a batch. The default is one."""
         return [(batch, micro_batch)]
 
-    def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
+    def choose_split(self, error: BaseException, batch: Any, may_split: bool) -> int:
         """Return the number of micro-batches per batch after an error, or 0 to raise the error.
 
         Add advice to the error. `batch` is that of the update in progress, or None.

@@ -244,11 +244,11 @@ class OperatorRunner(Runner, ABC):
         return 0 if (loop := self._loop) is None else loop.train_state.position.global_step
 
     def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
-        return None if (loop := self._loop) is None else loop.snapshots.begin_sending(num_changes)
+        return None if (loop := self._loop) is None else loop.snapshots.acquire(num_changes)
 
     def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:
         if (loop := self._loop) is not None:
-            loop.snapshots.end_sending(snapshot, seconds)
+            loop.snapshots.release(snapshot, seconds)
 
     # ---- requests
 
@@ -329,7 +329,7 @@ class OperatorRunner(Runner, ABC):
             if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.is_alone:
-                    loop.snapshots.maybe_take()
+                    loop.snapshots.take_if_due()
 
     def _user_settings(self) -> tuple[Any, ...]:
         state_access, batching = self._hosted_loop.state_access, self._train_state.data.batching()

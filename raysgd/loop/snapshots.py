@@ -66,7 +66,7 @@ class SnapshotTaker:
         newest = self._newest  # the training thread may clear it
         return None if newest is None else newest[1]
 
-    def maybe_take(self, is_collective: bool = False) -> None:
+    def take_if_due(self, is_collective: bool = False) -> None:
         """Copy the state if a snapshot is due.
 
         Rank 0 holds the copy, unless it runs in the driver's process and ends with the driver. If
@@ -99,7 +99,7 @@ class SnapshotTaker:
         The validation may be long, and may change the operator.
         """
         before = self._newest
-        self.maybe_take(is_collective=True)
+        self.take_if_due(is_collective=True)
         has_taken = self._newest is not before
         yield
         if has_taken:
@@ -152,7 +152,7 @@ class SnapshotTaker:
         self._is_needed = outdated or self._every != "auto"
         self.num_changes += outdated
 
-    def begin_sending(self, num_changes: int | None = None) -> dict[str, Any] | None:
+    def acquire(self, num_changes: int | None = None) -> dict[str, Any] | None:
         """Return the newest copy, or None if it was sent or is wrong. Called from another thread.
 
         Return None too if the number of changes is not `num_changes`: the driver has asked for an
@@ -168,7 +168,7 @@ class SnapshotTaker:
             return None
         return copy
 
-    def end_sending(self, copy: dict[str, Any], seconds: float) -> None:
+    def release(self, copy: dict[str, Any], seconds: float) -> None:
         """Release a copy after it was sent within `seconds`. Called from another thread."""
         if self._copy is copy:
             self._copy, self._is_sending, size = None, False, _num_bytes(copy)

@@ -124,14 +124,14 @@ class Update:
         return self.state in (UpdateState.OPEN, UpdateState.COMMITTING)
 
     @property
-    def num_planned(self) -> int:
+    def num_micro_batches(self) -> int:
         """Number of micro-batches of the update."""
         return len(self.plan.micro_batches) * self.split
 
     @property
     def is_split(self) -> bool:
         """Whether batches are split into micro-batches."""
-        return self.num_planned > self.plan.num_steps
+        return self.num_micro_batches > self.plan.num_steps
 
     @property
     def has_one_micro_batch(self) -> bool:
@@ -403,7 +403,7 @@ class LossWeights:
             return float(plan.total_samples or 1)
         if self._count.num_items is not None:
             if self.expected_total is None:  # the first update of a generation
-                all_items = self._update.num_planned * all_reduce(self._items)
+                all_items = self._update.num_micro_batches * all_reduce(self._items)
                 self.expected_total = _power_of_two(all_items)
             return self.expected_total
         if plan.total_samples is None:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import describe
-from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, UpdatePlan, part_of
+from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, UpdatePlan, part_bounds
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
@@ -276,7 +276,7 @@ class DatasetSource(PartitionedSource):
             yield own
             return
         for index in range(number):
-            yield _slice_rows(own, *part_of(_num_rows(own), number, index))
+            yield _slice_rows(own, *part_bounds(_num_rows(own), number, index))
 
     def _own_batch(self, drawn: list[Any]) -> Any:
         partition = self._partition
@@ -293,7 +293,7 @@ class DatasetSource(PartitionedSource):
         total = _num_rows(batch)
         if not self._training and rank >= total:
             return None
-        return _slice_rows(batch, *part_of(total, size, rank, shares))
+        return _slice_rows(batch, *part_bounds(total, size, rank, shares))
 
     def step_digest(self) -> int | None:
         # In training, each update compares `update_digest`.

@@ -34,12 +34,12 @@ from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, Sums, ratio
 from raysgd.torch.creators import TorchCreators
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.input.batches import (
-    Batch,
+    ParsedBatch,
     accuracy_of,
     has_masked_labels,
     loss_of,
     move_to_device,
-    read_batch,
+    parse_batch,
     scores_in,
 )
 from raysgd.torch.optimization import as_count, count_of, ignored_index
@@ -164,7 +164,7 @@ class TrainingOperator(OperatorBase):
         optimizer = self._default("optimizer", "train_batch")
         batch = self.to_device(batch)
         self._train_state.timing.begin(FORWARD)
-        read = read_batch(batch, model)
+        read = parse_batch(batch, model)
         with self.autocast():
             # Without a name, the output needs no memory in the backward pass.
             loss = loss_of(self, model(*read.arguments, **read.keywords), read)
@@ -213,7 +213,7 @@ class TrainingOperator(OperatorBase):
                 "return (batch['labels'] != -100).sum().",
             )
 
-    def _count_samples(self, batch: Batch, batch_info: Mapping[str, Any] | None) -> int:
+    def _count_samples(self, batch: ParsedBatch, batch_info: Mapping[str, Any] | None) -> int:
         drawn = (batch_info or {}).get(NUM_SAMPLES)
         count, is_clear = batch.count_samples(drawn)
         # Elsewhere, the number is the weight of the loss, too.
@@ -252,7 +252,7 @@ class TrainingOperator(OperatorBase):
             or (batch, 1, ...).
         """
         model, batch = self._default("model", "validate_batch"), self.to_device(batch)
-        read = read_batch(batch, model)
+        read = parse_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
             output = model(*read.arguments, **read.keywords)
             loss = loss_of(self, output, read)
@@ -277,7 +277,7 @@ class TrainingOperator(OperatorBase):
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         is_feature = isinstance(batch, tuple | list) and len(batch) == 1
-        read = Batch(tuple(batch), {}, None) if is_feature else read_batch(batch, model)
+        read = ParsedBatch(tuple(batch), {}, None) if is_feature else parse_batch(batch, model)
         with self.autocast():
             return scores_in(model(*read.arguments, **read.keywords))
 

@@ -100,7 +100,7 @@ class TorchRunner(OperatorRunner):
         self.operator._update_features.schedules.step_with(metric)
         loop.call_record.state.scheduler_call = call_number
         loop.snapshots.clear(outdated=True)
-        loop.snapshots.maybe_take()
+        loop.snapshots.take_if_due()
 
 
 class TorchRandomGenerators(RandomGenerators):

@@ -167,7 +167,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
     return [each for each in (*values, *listed) if isinstance(each, torch.optim.Optimizer)]
 
 
-class Versions:
+class TensorVersions:
     """The versions of the tensors that `read` returns, to find later changes.
 
     This keeps no tensor alive, so a new one may have the ID of a lost one. PyTorch does not count

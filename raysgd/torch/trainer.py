@@ -25,7 +25,7 @@ from raysgd.torch.options import BadSteps, EqualBits, Guard, TorchOptions, witho
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies.shards import merge_shards
 from raysgd.trainer.base import OperatorTrainer, known_arguments
-from raysgd.trainer.info import argument
+from raysgd.trainer.properties import argument
 from raysgd.trainer.state import StateTransfer
 
 __all__ = ["TorchTrainer"]

@@ -42,12 +42,12 @@ from raysgd.loop.requests import (
 from raysgd.metrics import as_test_metrics, merge_workers, with_epoch
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop, FitOptions
-from raysgd.trainer.info import TrainerInfo
+from raysgd.trainer.properties import TrainerProperties
 from raysgd.trainer.state import StateTransfer
 
 
 @fold_tracebacks
-class OperatorTrainer(TrainerInfo):
+class OperatorTrainer(TrainerProperties):
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
 
     _options_cls: type[Options]

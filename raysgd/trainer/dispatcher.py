@@ -35,7 +35,7 @@ class CallResult(NamedTuple):
     """Metrics with their weights by rank, then those of workers that have left."""
     merged: dict[str, Any]
     completed_epoch: bool
-    call: LastCall
+    last_call: LastCall
 
     @property
     def by_worker(self) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ class FitLoop:
     options: Options
     dispatcher: Dispatcher
     stop_reason: str | None = None
-    running: FitOptions = field(default_factory=FitOptions)
+    fit_options: FitOptions = field(default_factory=FitOptions)
     """The arguments of the running ``fit()``."""
     has_validated: bool = False
     """Whether a validation has run, so that ``fit()`` need not try it."""
@@ -113,20 +113,20 @@ class FitLoop:
                 logger.info("%s", why)
             if options.validate_every is None:
                 _check_monitors(self._find_monitors(), (), why)
-            self.running, self._num_validated = options, self.num_completed
+            self.fit_options, self._num_validated = options, self.num_completed_epochs
             try:
-                if options.validate_every and self.num_completed < options.num_epochs:
+                if options.validate_every and self.num_completed_epochs < options.num_epochs:
                     self._try_validation()
                 history = self._train_epochs(trainer)
             finally:
                 self._due_at = dispatcher.position.global_step if self.lacks_validation else None
-                self.running = FitOptions()
+                self.fit_options = FitOptions()
             if sentence := dispatcher.controller.speed.report().sentence:
                 logger.warning("%s", sentence)
             return history
 
     def _train_epochs(self, trainer: Trainer) -> History:
-        history, options = History(), self.running
+        history, options = History(), self.fit_options
         num_epochs = options.num_epochs
 
         def end() -> str | None:
@@ -134,26 +134,26 @@ class FitLoop:
                 return self.stop_reason or f"max_steps={options.max_steps} is reached"
             return self.stop_reason
 
-        if self.lacks_validation and self.is_due:  # since an earlier fit()
+        if self.lacks_validation and self.is_validation_due:  # since an earlier fit()
             self.validate(trainer, options.info, from_start=True)
-        if self.num_completed >= num_epochs:
+        if self.num_completed_epochs >= num_epochs:
             logger.warning(
                 "fit(%d) trains nothing, because the run has already completed epoch %d.",
                 num_epochs,
-                self.num_completed,
+                self.num_completed_epochs,
             )
-        while end() is None and self.num_completed < num_epochs:
-            epoch = self.num_completed
+        while end() is None and self.num_completed_epochs < num_epochs:
+            epoch = self.num_completed_epochs
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if len(history) == 1 and options.validate_every is None:
                 for argument, name in self._find_monitors().items():
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
-            if self.num_completed > epoch and self.is_due:
+            if self.num_completed_epochs > epoch and self.is_validation_due:
                 validated = self.validate(trainer, options.info, from_start=True).merged
                 history[-1] = {**validated, **history[-1]}
         history.stop_reason = f"num_epochs={num_epochs} is reached"
-        if (reason := end()) is not None and self.num_completed < num_epochs:
+        if (reason := end()) is not None and self.num_completed_epochs < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
             logger.log(level, "fit() ends at step %d: %s", trainer.global_step, reason)
@@ -163,7 +163,7 @@ class FitLoop:
 
     def train_request(self, **arguments: Any) -> TrainRequest:
         """Return a request to train, within the limits of the running ``fit()``."""
-        until_step, log_every = self.running.max_steps, self.running.log_every
+        until_step, log_every = self.fit_options.max_steps, self.fit_options.log_every
         arguments["call_number"] = next(self.dispatcher.call_numbers)
         return TrainRequest(until_step=until_step, log_every=log_every, **arguments)
 
@@ -171,10 +171,10 @@ class FitLoop:
         self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
-        self._results = [(metrics, result.call)]
+        self._results = [(metrics, result.last_call)]
         hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-        self.dispatcher.report(hook, trainer, metrics, result.call)
-        if result.completed_epoch and not self.is_due:
+        self.dispatcher.report(hook, trainer, metrics, result.last_call)
+        if result.completed_epoch and not self.is_validation_due:
             self._report_result(trainer)
 
     def validate(
@@ -197,11 +197,11 @@ class FitLoop:
             )
             result = self.dispatcher.validate(trainer, request)
             self.has_validated = True
-            self._due_at, self._num_validated = None, self.num_completed
-            if result.call.is_complete:  # otherwise the user looks at some batches
-                self._results[1:] = [(result.merged, result.call)] if self._results else []
+            self._due_at, self._num_validated = None, self.num_completed_epochs
+            if result.last_call.is_complete:  # otherwise the user looks at some batches
+                self._results[1:] = [(result.merged, result.last_call)] if self._results else []
             try:
-                self.dispatcher.report("on_validation_end", trainer, result.merged, result.call)
+                self.dispatcher.report("on_validation_end", trainer, result.merged, result.last_call)
             finally:  # also after Ctrl-C in a callback
                 self.validation_names.update(result.merged)
                 if len(self._results) > 1:
@@ -228,23 +228,23 @@ class FitLoop:
     # ---- missing validations
 
     @property
-    def num_completed(self) -> int:
+    def num_completed_epochs(self) -> int:
         return self.dispatcher.position.epoch
 
     @property
-    def is_due(self) -> bool:
+    def is_validation_due(self) -> bool:
         """Whether ``fit()`` validates after the newest completed epoch."""
-        every, completed = self.running.validate_every, self.num_completed
+        every, completed = self.fit_options.validate_every, self.num_completed_epochs
         if every is None:
             return False
-        return completed % every == 0 or completed >= self.running.num_epochs
+        return completed % every == 0 or completed >= self.fit_options.num_epochs
 
     @property
     def lacks_validation(self) -> bool:
         """Whether the validation of the newest epoch is missing, and no training followed."""
         if self._due_at == self.dispatcher.position.global_step:
             return True
-        return self.num_completed > self._num_validated and self.is_due
+        return self.num_completed_epochs > self._num_validated and self.is_validation_due
 
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
@@ -262,7 +262,7 @@ class FitLoop:
             num_steps=_SANITY_STEPS,
             from_start=True,
             is_sanity_check=True,
-            info=dict(self.running.info or {}),
+            info=dict(self.fit_options.info or {}),
         )
         try:
             # A worker without a batch has no metrics.

@@ -11,7 +11,7 @@ OF_TWO_LAYERS = {
     "GradientExchange",  # the state of training has one, and its subclasses have the state
     "MicroBatching",  # Keras has no parts of batches
     "OperatorBase",  # two subclasses have the same name
-    "TrainerInfo",
+    "TrainerProperties",
 }
 VARIANTS = {"OptimizerShards", "Stream", "TorchCreators", "UserWrappedExchange"}
 

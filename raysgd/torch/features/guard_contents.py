@@ -16,7 +16,7 @@ import torch
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.replicated_model import is_ddp, running_statistics, user_module
-from raysgd.torch.tensors import Versions, renormalized_weights
+from raysgd.torch.tensors import TensorVersions, renormalized_weights
 
 Content = tuple[str, str, Any]
 """The kind "options", "tensors", or "buffers"; a name; and the value, None for a buffer that does
@@ -126,7 +126,7 @@ class ReplicaContents:
         """Record all buffers, because all workers have the same now."""
         self.has_run = False
         self._kept_alive = [buffer for *_, buffer in self._all_buffers()]  # so that IDs stay unique
-        self._buffers = Versions(lambda: [buffer for *_, buffer in self._all_buffers()])
+        self._buffers = TensorVersions(lambda: [buffer for *_, buffer in self._all_buffers()])
 
     # ---- what must be equal
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raysgd.data.partition import MicroBatch, part_of
+from raysgd.data.partition import MicroBatch, part_bounds
 from raysgd.loop.micro_batching import MicroBatching, SplitBatch
 from raysgd.loop.update import Update
 from raysgd.torch.input.batches import map_batch
@@ -58,7 +58,7 @@ class TorchMicroBatching(MicroBatching):
         repeats = self.split - num_filled if self._settings.context.world_size > 1 else 0
         if num_filled + repeats == 1:
             return unsplit
-        spans = [part_of(max(rows, 1), num_filled, index) for index in range(num_filled)]
+        spans = [part_bounds(max(rows, 1), num_filled, index) for index in range(num_filled)]
         batches = [rows_of(batch, *span) if rows else in_own_containers(batch) for span in spans]
         batches += [in_own_containers(batches[-1]) for _ in range(repeats)]
         sizes = [stop - first for first, stop in spans] + [0] * repeats
@@ -67,7 +67,7 @@ class TorchMicroBatching(MicroBatching):
     def is_recoverable(self, error: BaseException) -> bool:
         return self._settings.options.split_on_oom and ran_out_of_memory(error)
 
-    def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
+    def choose_split(self, error: BaseException, batch: Any, may_split: bool) -> int:
         if "Expected more than 1 value per channel" in str(error):
             error.add_note(
                 "Normalization layers cannot train on one value per channel. The last step of an "

@@ -15,7 +15,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.tensors import (
-    Versions,
+    TensorVersions,
     can_copy,
     copy_all,
     copy_group,
@@ -51,7 +51,7 @@ class Rollback(UpdateFeature):
             for parameter in dict.fromkeys([*model_parameters, *stepped])
             if parameter not in renormalized and not torch.nn.parameter.is_lazy(parameter)
         ]
-        self._versions: Versions | None = None
+        self._versions: TensorVersions | None = None
         self._has_copies = False
         self._moves_parameters = None if has_bad_steps else False  # None: not known yet
 
@@ -60,7 +60,7 @@ class Rollback(UpdateFeature):
         if self._has_copies:
             for backup in self._backups:
                 backup.take()
-        self._versions = Versions(lambda: self._parameters)
+        self._versions = TensorVersions(lambda: self._parameters)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if self._versions is None:

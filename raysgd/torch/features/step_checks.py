@@ -11,10 +11,10 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import LossCount, Update
 from raysgd.torch import collectives
-from raysgd.torch.input.batches import Batch
+from raysgd.torch.input.batches import ParsedBatch
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.tensors import Versions, parameters_of
+from raysgd.torch.tensors import TensorVersions, parameters_of
 
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
@@ -30,7 +30,7 @@ class StepChecks(UpdateFeature):
         self._registered, self._precision = registered, registered.precision
         self._update = registered.update
         self._refuse_split = registered.refuse_split
-        self._watched: dict[int, Versions] = {}
+        self._watched: dict[int, TensorVersions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them
         self._collective = ""  # that train_batch calls
@@ -100,7 +100,7 @@ class StepChecks(UpdateFeature):
         has_weight = registered.exchange.num_workers > 1 or not self._update.has_one_micro_batch
         if not has_weight or segment is None or (drawn := segment.num_collated) is None:
             return
-        num_rows, is_clear = Batch((segment.batch,), {}, None).count_samples(drawn)
+        num_rows, is_clear = ParsedBatch((segment.batch,), {}, None).count_samples(drawn)
         if not is_clear:
             registered.warn_once(
                 "samples",
@@ -178,7 +178,7 @@ class StepChecks(UpdateFeature):
 
     def _watch_gradients(self, is_watched: bool) -> None:
         watched = self._registered.optimizers if is_watched else ()
-        self._watched = {id(each): Versions(partial(_gradients_of, each)) for each in watched}
+        self._watched = {id(each): TensorVersions(partial(_gradients_of, each)) for each in watched}
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
         """Unscale gradients for user code. Return False before the last micro-batch."""

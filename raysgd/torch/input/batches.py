@@ -23,7 +23,7 @@ IGNORED = -100
 ONE_ELEMENT = "It must be a tensor of one element, such as loss.mean(), not reduction='none'."
 
 
-class Batch(NamedTuple):
+class ParsedBatch(NamedTuple):
     """Arguments of ``forward`` in a batch, and the target."""
 
     arguments: tuple[Any, ...]
@@ -117,7 +117,7 @@ def collate_samples(samples: list[Any]) -> Any:
 # ---- from a batch to the arguments of forward
 
 
-def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
+def parse_batch(batch: Any, model: torch.nn.Module) -> ParsedBatch:
     """Return the arguments and the target in a batch.
 
     In ``(*features, target)``, the features are positional arguments. In a dict or data class, keys
@@ -137,12 +137,12 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
         required = {p.name for p in inputs if p.default is p.empty and p.kind not in _VARIADIC}
         if not fields or (required <= fields and len(fields - names) <= 1):
             if not known or len(others) > 1:
-                raise _unclear(batch, model)
-            return Batch((), known, named[others[0]] if others else None)
+                raise _unclear_batch_error(batch, model)
+            return ParsedBatch((), known, named[others[0]] if others else None)
     if not isinstance(batch, tuple | list) or len(batch) < 2:
-        raise _unclear(batch, model)
+        raise _unclear_batch_error(batch, model)
     *features, target = batch
-    return Batch(tuple(features), {}, target)
+    return ParsedBatch(tuple(features), {}, target)
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -152,7 +152,7 @@ def _inputs_of(model: torch.nn.Module) -> list[inspect.Parameter]:
     return list(inspect.signature(user_module(model).forward).parameters.values())
 
 
-def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
+def _unclear_batch_error(batch: Any, model: torch.nn.Module) -> TypeError:
     takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _inputs_of(model))
     return TypeError(
         f"The batch is {describe(batch)}, and forward of {type(user_module(model)).__name__} takes "
@@ -165,7 +165,7 @@ def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
 # ---- from an output to a loss and metrics
 
 
-def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
+def loss_of(operator: Any, output: Any, batch: ParsedBatch) -> Any:
     if batch.target is None or getattr(operator, "criterion", None) is None:
         if (own := _own_loss(output)) is not None:
             return own

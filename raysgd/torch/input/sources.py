@@ -137,12 +137,12 @@ class MapStyleSource(PartitionedSource):
         self._numbered = data if keeps_order and isinstance(data, NumberedSamples) else None
         total, size = len(self.order_sampler), loader.batch_size
         super().__init__(loader, total, size, bool(loader.drop_last), **partition_arguments)
-        self._deals_batches = makes_own_batches(loader)
+        self._assigns_batches = makes_own_batches(loader)
         self.reseed(seed)
         self.knows_sizes = keeps_samples(loader)
         # An item of a `raysgd.data.Dataset` can have several rows.
         self._collates = loader.batch_size is not None and loader.collate_fn != collate_samples
-        self._tensors = None if self._deals_batches else _tensors_of(loader)
+        self._tensors = None if self._assigns_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
 
     @property
@@ -205,7 +205,7 @@ class MapStyleSource(PartitionedSource):
                     "raise StopIteration."
                 )
             self.num_collated = stop - start if self._collates else None
-            if self._deals_batches:
+            if self._assigns_batches:
                 self.num_collated = sum(map(len, pick_keys(order, start, stop)))
             if self._partition.layout.has_fixed_parts:
                 seed_all(hash((self._seed, epoch, start)))  # for user code
@@ -219,7 +219,7 @@ class MapStyleSource(PartitionedSource):
 
     def sample_ids(self, epoch: int, offset: int, num_samples: int) -> list[Any]:
         keys = pick_keys(self._order_of(epoch, offset), offset, offset + num_samples)
-        if self._deals_batches:
+        if self._assigns_batches:
             keys = [*itertools.chain.from_iterable(keys)]
         if (numbered := self._numbered) is not None:
             return [numbered.locate(*key) for key in keys]
@@ -277,7 +277,7 @@ class MapStyleSource(PartitionedSource):
     def fingerprint(self) -> str:
         partition = self.partition
         sizes = f"{partition.epoch_size} samples, drop_last {partition.drop_last}"
-        if self._deals_batches:
+        if self._assigns_batches:
             sizes = f"{partition.epoch_size} batches of its {type(self.order_sampler).__name__}"
         elif self.loader.batch_size is None:
             sizes += ", batch_size None"

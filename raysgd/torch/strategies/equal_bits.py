@@ -218,7 +218,7 @@ class EqualBitsExchange(GroupExchange):
         parameters = _trainable(optimizer)
         own = self._gradients.pop(id(optimizer))
         kind = 2 * numbers[id(optimizer)] + (update.loss_weights.counted_items is not None)
-        flags = self._reduce_flags(kind, [*own.flags, *self._buffers.changes()])
+        flags = self._reduce_flags(kind, [*own.flags, *self._buffers.merge_kinds()])
         partition = self._registered.data.training_source.partition
         total = sum_over_workers(own.tree, self._num_parts, partition.shares)
         if update.loss_weights.counted_items is not None:
@@ -323,23 +323,23 @@ class EqualBitsBuffers:
         ]
         self._versions = self._newest_versions()
 
-    def changes(self) -> list[int]:
+    def merge_kinds(self) -> list[int]:
         """Return how to merge each buffer."""
-        changes = []
+        kinds = []
         for index, before in enumerate(self._registered.buffer_copies.values):
             kept = [each[index] for each in self._stored.values()]
-            changes.append(max((_change(before, after) for after in kept), default=_KEEP))
-        return changes
+            kinds.append(max((_merge_kind(before, after) for after in kept), default=_KEEP))
+        return kinds
 
-    def merge(self, changes: Sequence[int], partition: EpochPartition) -> None:
+    def merge(self, kinds: Sequence[int], partition: EpochPartition) -> None:
         """Set floats to their old values and the mean of the changes, others as in part 0."""
-        if not any(changes):
+        if not any(kinds):
             return
         before: list[Any] = self._registered.buffer_copies.values
         merged, first = list(before), self._stored.get(0, before)
         is_distributed = dist.is_initialized()
         means, others, objects = (
-            [i for i, change in enumerate(changes) if change == kind]
+            [i for i, other in enumerate(kinds) if other == kind]
             for kind in (_MEAN, _COPY, _OBJECT)
         )
         if means:
@@ -431,7 +431,7 @@ def _is_equal(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
     return before.dtype == after.dtype and torch.equal(before, after)
 
 
-def _change(before: torch.Tensor | None, after: torch.Tensor | None) -> int:
+def _merge_kind(before: torch.Tensor | None, after: torch.Tensor | None) -> int:
     if after is before:
         return _KEEP
     if before is None or after is None:

@@ -70,7 +70,7 @@ class HorovodExchange(GroupExchange):
 
     def begin_update(self, update: Update) -> None:
         """Start the allreduce in the last backward pass of the update."""
-        passes = max(update.num_planned, self._arguments["backward_passes_per_step"])
+        passes = max(update.num_micro_batches, self._arguments["backward_passes_per_step"])
         for distributed in self._distributed.values():
             if passes != distributed.backward_passes_per_step:
                 distributed.set_backward_passes_per_step(passes)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from raysgd.data.partition import part_of
+from raysgd.data.partition import part_bounds
 
 _MESSAGE_BYTES = 32 * 2**20
 """Size in bytes at which tensors are sent. They are copied for that."""
@@ -71,12 +71,12 @@ def sum_over_workers(
 ) -> Sequence[torch.Tensor]:
     """Return the sum of all workers' leaves. Every rank must call this with equal shapes.
 
-    The leaves of a rank are those of `part_of` for `num_leaves` and `shares`.
+    The leaves of a rank are those of `part_bounds` for `num_leaves` and `shares`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tree.total()
     size = dist.get_world_size()
-    layout = [subtrees(*part_of(num_leaves, size, rank, shares)) for rank in range(size)]
+    layout = [subtrees(*part_bounds(num_leaves, size, rank, shares)) for rank in range(size)]
     summed: list[torch.Tensor] = []
     shapes = tree.roots[0][2]
     for ids in _messages(shapes):

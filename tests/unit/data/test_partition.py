@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raysgd.data.partition import EpochPartition, StepLayout, part_of
+from raysgd.data.partition import EpochPartition, StepLayout, part_bounds
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)
@@ -179,7 +179,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
             for low, high in shards[size][rank].spans():
                 micro_batch = next(planned)
                 if weighted is None:
-                    first, stop = part_of(size, world_size, rank)
+                    first, stop = part_bounds(size, world_size, rank)
                     assert not may_split or high - low <= (4 if max_rows in (2, 3) else max_rows)
                     assert high - low > 1 or max_rows == 1 or stop - first == 1
                 for sample in range(start + low, start + high):
@@ -216,7 +216,7 @@ def test_validation_steps_are_the_same_samples_with_any_workers(
 
 @given(shares, st.integers(1, 100))
 def test_parts_follow_the_shares(shares, total):
-    spans = [part_of(total, len(shares), rank, shares) for rank in range(len(shares))]
+    spans = [part_bounds(total, len(shares), rank, shares) for rank in range(len(shares))]
     sizes = [stop - first for first, stop in spans]
     assert min(sizes) >= 1
     if total >= len(shares):

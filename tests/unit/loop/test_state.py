@@ -253,12 +253,12 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         copy_leaf=lambda leaf, on_host: leaf,
     )
     snapshots = SnapshotTaker(state, dict)
-    snapshots.maybe_take()
+    snapshots.take_if_due()
     assert snapshots.newest_step is None
     for answer, expected in ((0, None), (1, 7)):
         answers.append(answer)
         snapshots.clear()
-        snapshots.maybe_take(is_collective=True)
+        snapshots.take_if_due(is_collective=True)
         assert (snapshots.newest_step, answers) == (expected, [])
 
 

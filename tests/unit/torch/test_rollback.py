@@ -16,18 +16,18 @@ from raysgd.loop.update import Update
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.tensors import Versions
+from raysgd.torch.tensors import TensorVersions
 
 
 def test_versions_find_changed_and_replaced_gradients_and_keep_none_alive():
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     gradient = weakref.ref(parameter.grad)
-    versions = Versions(lambda: [parameter, parameter.grad])
+    versions = TensorVersions(lambda: [parameter, parameter.grad])
     assert versions.find_changed() == set()
     parameter.grad.mul_(2)
     assert versions.find_changed() == {id(parameter.grad)}
-    versions = Versions(lambda: [parameter, parameter.grad])
+    versions = TensorVersions(lambda: [parameter, parameter.grad])
     parameter.grad = parameter.grad.clone()
     assert id(parameter.grad) in versions.find_changed()
     assert gradient() is None
@@ -35,7 +35,7 @@ def test_versions_find_changed_and_replaced_gradients_and_keep_none_alive():
 
 def test_versions_find_gradients_that_change_places():
     gradients = [torch.ones(2), torch.ones(2)]
-    versions = Versions(lambda: gradients)
+    versions = TensorVersions(lambda: gradients)
     gradients.reverse()
     assert versions.find_changed() == set(map(id, gradients))
 

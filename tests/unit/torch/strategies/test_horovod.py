@@ -23,7 +23,7 @@ hvd.init()
 HELD = """
 model, optimizer, exchange = build(backward_passes_per_step=2)
 for planned, passes in ((1, 2), (3, 3), (2, 2), (1, 2)):
-    exchange.begin_update(SimpleNamespace(num_planned=planned))
+    exchange.begin_update(SimpleNamespace(num_micro_batches=planned))
     (distributed,) = exchange._distributed.values()
     assert distributed.backward_passes_per_step == passes
 model, optimizer, exchange = build()

@@ -11,14 +11,14 @@ from tests.conftest import run_ranks
 SHAPES = [(3, 5), (), (7,)]
 NUM_LEAVES = 6
 SUM = """
-from raysgd.data.partition import part_of
+from raysgd.data.partition import part_bounds
 from raysgd.torch.strategies import tree_sum
 from tests.unit.torch.strategies.test_tree_sum import NUM_LEAVES, bits, leaf, whole_sum
 
 join()
 for tree_sum._SMALL_BYTES in (tree_sum._SMALL_BYTES, 0):
     tree = tree_sum.TreeSum()
-    for number in range(*part_of(NUM_LEAVES, dist.get_world_size(), rank)):
+    for number in range(*part_bounds(NUM_LEAVES, dist.get_world_size(), rank)):
         tree.add(0, number, leaf(number))
     total = tree_sum.sum_over_workers(tree, NUM_LEAVES)
     assert bits(total) == bits(whole_sum(NUM_LEAVES))

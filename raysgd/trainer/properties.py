@@ -22,7 +22,7 @@ def argument(name: str) -> Any:
     return forward_to(f"_options.{name}", "The argument of the constructor.")
 
 
-class TrainerInfo:
+class TrainerProperties:
     """The read-only properties of a trainer."""
 
     _options: Options
@@ -77,7 +77,7 @@ class TrainerInfo:
         "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
     num_epochs: int | None = forward_to(
-        "_fit_loop.running.num_epochs", "Number of epochs at which the current `fit` ends, or None."
+        "_fit_loop.fit_options.num_epochs", "Number of epochs at which this `fit` ends, or None."
     )
     stop_reason: str | None = forward_to(
         "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."
