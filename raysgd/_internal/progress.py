@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from raysgd._internal.step_timing import Totals
+from raysgd._internal.step_timing import PhaseTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class LogPoint:
     global_step: int
     epoch: int  # as `OperatorTrainer.epoch`
     metrics: Any  # packed, unless the worker is in the driver's process; None without metrics
-    timing: Totals
+    timing: PhaseTotals
     seconds: float  # of training
     reaches_log_step: bool = True  # and the worker is not leaving
 
@@ -33,7 +33,7 @@ class ReportedPosition(NamedTuple):
     epoch_samples: int = 0  # samples of an epoch of training, or 0 if unknown
 
 
-class Bar(NamedTuple):
+class BarStatus(NamedTuple):
     """What a progress bar shows. `Supervisor` reads it, and passes it to callbacks."""
 
     epoch: int = 0
@@ -42,15 +42,15 @@ class Bar(NamedTuple):
     total_batches: int | None = None  # None if unknown
     num_samples: int = 0  # samples finished in the current call or epoch
     latest_metrics: Mapping[str, float] = {}  # the first ones
-    timing: Totals | None = None  # as `Measured.timing`
+    timing: PhaseTotals | None = None  # as `Measurements.timing`
 
 
-class Measured(NamedTuple):
+class Measurements(NamedTuple):
     """What a worker has measured. It adds `links`. `raysgd.elastic` reads it."""
 
     step_s: float = 0.0  # mean seconds per step, or 0 if unknown
     samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
-    timing: Totals | None = None  # seconds of training by phase
+    timing: PhaseTotals | None = None  # seconds of training by phase
     links: Mapping[str, float] = {}  # bytes/s to the hosts of others
     log_points: Sequence[LogPoint] = ()  # that the driver has not acknowledged
 
@@ -69,7 +69,7 @@ class UpdateStatus(NamedTuple):
     bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
 
 
-class Holdings(NamedTuple):
+class HeldState(NamedTuple):
     """What a worker has of the state. `StatePlacement` writes it, and `raysgd.elastic` reads it."""
 
     is_complete: bool = True
@@ -95,11 +95,11 @@ class Progress(NamedTuple):
     """
 
     position: ReportedPosition = ReportedPosition()
-    bar: Bar = Bar()
-    measured: Measured = Measured()
+    bar: BarStatus = BarStatus()
+    measured: Measurements = Measurements()
     snapshot: SnapshotStatus = SnapshotStatus()
     updates: UpdateStatus = UpdateStatus()
-    holdings: Holdings = Holdings()
+    held_state: HeldState = HeldState()
     process: ProcessStatus = ProcessStatus()
 
     def __reduce__(self) -> tuple[Any, ...]:

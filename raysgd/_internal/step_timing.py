@@ -19,7 +19,7 @@ _EVERY_S = 0.05
 _MAX_UNREAD = 64
 
 
-class Totals(NamedTuple):
+class PhaseTotals(NamedTuple):
     """What a worker has measured since it started."""
 
     seconds: tuple[float, ...] = (0.0,) * len(PHASES)
@@ -144,9 +144,9 @@ class StepTiming:
             self._since, self.phase = perf_counter(), before
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> PhaseTotals:
         seconds = tuple(self._seconds) if self._device is None else self._device.seconds
-        return Totals(seconds, self.num_steps, self.num_samples, self.loader_workers)
+        return PhaseTotals(seconds, self.num_steps, self.num_samples, self.loader_workers)
 
 
 _active: StepTiming | None = None

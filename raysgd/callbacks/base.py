@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from raysgd._internal.progress import Bar
+from raysgd._internal.progress import BarStatus
 from raysgd._internal.values import jsonable, numbers_in
 from raysgd.elastic.events import Event
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
@@ -137,7 +137,7 @@ class Callback:
         You can read and save the state. ``train``, ``validate`` and ``load_state_dict`` raise.
         """
 
-    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Bar]) -> None:
+    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BarStatus]) -> None:
         """Handle the progress of workers, several times per second during a call.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.paths import as_path, without_secrets
-from raysgd._internal.progress import Bar
+from raysgd._internal.progress import BarStatus
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.file_loggers import JsonlLogger
@@ -181,7 +181,7 @@ class CallbackList:
                 entry.num_seen += 1
                 self._call_hook_of(entry, "on_event", trainer, events[entry.num_seen - 1])
 
-    def watch(self, trainer: Trainer, kind: str) -> Callable[[Sequence[Bar]], None] | None:
+    def watch(self, trainer: Trainer, kind: str) -> Callable[[Sequence[BarStatus]], None] | None:
         """Return a function that passes progress to callbacks; None if no callback uses it."""
         unused = Callback.on_progress
         listeners = [
@@ -192,7 +192,7 @@ class CallbackList:
         if not listeners:
             return None
 
-        def notify(progress: Sequence[Bar]) -> None:
+        def notify(progress: Sequence[BarStatus]) -> None:
             for entry in list(listeners):
                 if not self._call_hook_of(entry, "on_progress", trainer, kind, progress):
                     listeners.remove(entry)  # report one failure per call

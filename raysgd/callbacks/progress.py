@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from raysgd._internal.progress import Bar
-from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, Totals
+from raysgd._internal.progress import BarStatus
+from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, PhaseTotals
 from raysgd.callbacks.base import Callback, LastCall, Trainer, means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
@@ -71,13 +71,13 @@ class ProgressBar(Callback):
         """``train`` or ``validate`` during a call."""
         self._bar: Any = None
         self._next_line = 0.0
-        self._before: Sequence[Totals] = ()
+        self._before: Sequence[PhaseTotals] = ()
         """What the workers had measured when the call began."""
         self._slow: Mapping[str, str] = {}
         """The phase that takes longest, and its fraction, unless it is computing."""
         self._logs_above = contextlib.ExitStack()
 
-    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Bar]) -> None:
+    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BarStatus]) -> None:
         epoch = progress[0].epoch if progress else trainer.epoch
         label = kind
         if trainer.num_epochs is not None:
@@ -109,7 +109,7 @@ class ProgressBar(Callback):
         self._slow = self._find_slow_phase(progress) if kind == "train" else {}
         self._show(trainer, label, num_done, total, num_samples, latest)
 
-    def _find_slow_phase(self, progress: Sequence[Bar]) -> Mapping[str, str]:
+    def _find_slow_phase(self, progress: Sequence[BarStatus]) -> Mapping[str, str]:
         timings = [each.timing for each in progress if each.timing is not None]
         if len(timings) != len(self._before):
             self._before = timings

@@ -21,7 +21,7 @@ from raysgd.checkpoint.location import Location, first_line
 from raysgd.checkpoint.manifest import HashingFile, Manifest, is_archive, unsealed_size, verify
 from raysgd.errors import CheckpointError
 
-REQUIRED = ("models", "optimizers", "epoch")
+REQUIRED_KEYS = ("models", "optimizers", "epoch")
 """Keys that the state of every trainer has."""
 SHARDS = "shards"
 """Key of the shards of models and optimizers: of one worker, or of all in a list by rank. No file
@@ -146,7 +146,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
         return _read(file, source.label, _load)
 
 
-class OpenFile:
+class CheckpointFile:
     """A file with a state. It can be read again, even if another file has its name by then."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -178,7 +178,7 @@ def _read(
             else f"Cannot load {label}: the file is damaged or is not a checkpoint ({reason})."
         ) from error
     content = state if isinstance(state, dict) else {}
-    missing = [key for key in REQUIRED if key not in content]
+    missing = [key for key in REQUIRED_KEYS if key not in content]
     if missing:
         raise CheckpointError(
             f"Cannot load {label}: it is not the state of a trainer, because it has no "

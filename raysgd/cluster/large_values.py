@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from raysgd.cluster.serialization import Parcel, padding
+from raysgd.cluster.serialization import PackedValue, padding
 from raysgd.comm import connection as messages
 from raysgd.comm.connection import Address, Listener
 from raysgd.comm.network import driver_address
@@ -30,8 +30,8 @@ _CONNECT_S = 30.0
 _CHUNK_BYTES = 1 << 20
 
 
-def fits_ray_message(parcel: Parcel) -> bool:
-    return sum(parcel.sizes) <= _SMALL_BYTES
+def fits_ray_message(packed: PackedValue) -> bool:
+    return sum(packed.sizes) <= _SMALL_BYTES
 
 
 # ---- from workers to the driver
@@ -70,7 +70,7 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
 
     def __init__(self, hosts: Sequence[str], open_file: Callable[[], Any] | None = None) -> None:
         self._open_file = open_file
-        self._received: dict[Address, Parcel] = {}
+        self._received: dict[Address, PackedValue] = {}
         self._error: StorageError | None = None
         self._listener = Listener(driver_address(hosts), "raysgd-inbox")
 
@@ -106,8 +106,8 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
             raise self._error from None
 
 
-async def _in_memory(connection: socket.socket, data: bytes, sizes: Sequence[int]) -> Parcel:
-    loop, buffers = asyncio.get_running_loop(), _memory(sizes)
+async def _in_memory(connection: socket.socket, data: bytes, sizes: Sequence[int]) -> PackedValue:
+    loop, buffers = asyncio.get_running_loop(), _allocate(sizes)
     for buffer in buffers:
         unfilled = memoryview(buffer.base)
         while unfilled:
@@ -115,22 +115,22 @@ async def _in_memory(connection: socket.socket, data: bytes, sizes: Sequence[int
             if not received:
                 raise EOFError("the worker closed the connection")
             unfilled = unfilled[received:]
-    return Parcel(data, lambda: buffers)
+    return PackedValue(data, lambda: buffers)
 
 
 async def _in_file(
     connection: socket.socket, data: bytes, sizes: Sequence[int], open_file: Callable[[], Any]
-) -> Parcel:
+) -> PackedValue:
     loop, chunk = asyncio.get_running_loop(), memoryview(bytearray(_CHUNK_BYTES))
     file = _on_disk(open_file)
-    received = _map_file(data, sizes, file) if sizes else Parcel(data)
+    received = _map_file(data, sizes, file) if sizes else PackedValue(data)
     while size := await loop.sock_recv_into(connection, chunk):
         _on_disk(file.write, chunk[:size])
     _on_disk(file.flush)
     return received
 
 
-def _memory(sizes: Iterable[int]) -> list[Any]:
+def _allocate(sizes: Iterable[int]) -> list[Any]:
     """Return memory for buffers with their padding.
 
     It is used when a buffer arrives. Separate buffers can be released separately.
@@ -150,19 +150,19 @@ def unnamed_file() -> Any:
     return tempfile.TemporaryFile(prefix="raysgd-")
 
 
-def store_copy(parcel: Parcel) -> Parcel:
+def store_copy(packed: PackedValue) -> PackedValue:
     """Return a value that shares no memory with this one, in a file if it is large."""
-    if callable(parcel.buffers):  # it was received, and belongs to the caller
-        return parcel
-    if fits_ray_message(parcel):
-        return Parcel(bytes(parcel.data), list(map(bytes, parcel.buffers)))
-    kept = _map_file(bytes(parcel.data), parcel.sizes, file := _on_disk(unnamed_file))
-    _on_disk(parcel.write, file)
+    if callable(packed.buffers):  # it was received, and belongs to the caller
+        return packed
+    if fits_ray_message(packed):
+        return PackedValue(bytes(packed.data), list(map(bytes, packed.buffers)))
+    kept = _map_file(bytes(packed.data), packed.sizes, file := _on_disk(unnamed_file))
+    _on_disk(packed.write, file)
     _on_disk(file.flush)
     return kept
 
 
-def _map_file(data: bytes, sizes: Sequence[int], file: Any) -> Parcel:
+def _map_file(data: bytes, sizes: Sequence[int], file: Any) -> PackedValue:
     """Return a value with buffers in a file. Its large arrays are pages, copied if they change."""
 
     def buffers() -> Iterator[memoryview]:
@@ -171,7 +171,7 @@ def _map_file(data: bytes, sizes: Sequence[int], file: Any) -> Parcel:
             yield content[:size]
             content = content[size + padding(size) :]
 
-    weakref.finalize(mapping := Parcel(data, buffers), file.close)
+    weakref.finalize(mapping := PackedValue(data, buffers), file.close)
     return mapping
 
 
@@ -186,30 +186,30 @@ def _on_disk(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def offering(parcel: Parcel, hosts: Sequence[str]) -> Iterator[Parcel | Address]:
+def offering(packed: PackedValue, hosts: Sequence[str]) -> Iterator[PackedValue | Address]:
     """Yield what the workers need: a small value itself, or the address of a large value."""
-    if fits_ray_message(parcel):
-        yield parcel
+    if fits_ray_message(packed):
+        yield packed
         return
 
     async def handle(connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        await messages.send(connection, pickle.dumps((bytes(parcel.data), parcel.sizes)))
-        for block in parcel.blocks():
+        await messages.send(connection, pickle.dumps((bytes(packed.data), packed.sizes)))
+        for block in packed.blocks():
             await loop.sock_sendall(connection, block)
 
     with contextlib.closing(Listener(driver_address(hosts), "raysgd-outbox")) as listener:
         yield listener.expect(handle)
 
 
-class Incoming:
+class IncomingValue:
     """A large value whose buffers are still to come. `value` has arrays without content."""
 
     def __init__(self, address: Address) -> None:
         with messages.connect(address, _CONNECT_S) as connection:
             self._stream: Any = connection.makefile("rb")
         data, sizes = pickle.loads(messages.read(self._stream))
-        self._buffers = _memory(sizes)
+        self._buffers = _allocate(sizes)
         self.value = pickle.loads(data, buffers=self._buffers)
         self.close = self._stream.close
         self.targets: dict[int, Any] = {}

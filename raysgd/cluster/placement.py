@@ -178,7 +178,7 @@ def reserve(
     deadline = time.monotonic() + timeout_s
     capacity = workers_that_fit(ray.cluster_resources(), bundle)
     if capacity < min_workers and is_own_cluster():
-        raise _no_room("", bundle, min_workers, num_workers)
+        raise _no_room_error("", bundle, min_workers, num_workers)
     largest, sizes = max(min_workers, min(num_workers, capacity)), [min_workers]
     is_strict = placement_strategy.startswith("STRICT_")
     if is_strict:  # the group cannot grow later
@@ -193,7 +193,7 @@ def reserve(
         if group is not None:
             room = Reservation(group, range(size), owned=True, is_strict=is_strict)
             return _top_up(room, bundle, num_workers)
-    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
+    raise _no_room_error(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
 
 def _top_up(reservation: Reservation, bundle: Mapping[str, float], num_workers: int) -> Reservation:
@@ -248,7 +248,7 @@ def _request_group(
             remove_placement_group(group)
 
 
-def _no_room(
+def _no_room_error(
     when: str, bundle: Mapping[str, float], min_workers: int, num_workers: int
 ) -> InsufficientResourcesError:
     sentences = [f"No room {when}for {describe_demand(bundle, min_workers)}"]

@@ -28,7 +28,7 @@ def padding(size: int) -> int:
 
 
 @dataclass
-class Parcel:
+class PackedValue:
     """A pickled value. Ray puts its buffers into shared memory without pickling them."""
 
     data: Any
@@ -64,14 +64,14 @@ class Parcel:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         data = pickle.PickleBuffer(self.data) if protocol >= 5 else self.data
-        return Parcel, (data, self.buffers)
+        return PackedValue, (data, self.buffers)
 
     def unpack(self, copies: bool = True) -> Any:
         """Return the value. With `copies`, copy arrays out of Ray's read-only shared memory."""
         if self.reference is not None:
             import ray
 
-            stored: Parcel = ray.get(self.reference)
+            stored: PackedValue = ray.get(self.reference)
             return stored.unpack(copies)
         if callable(self.buffers):
             buffers = self.buffers()
@@ -87,7 +87,7 @@ def dumps(value: Any, stays_in_band: Any = None, portable: bool = False) -> byte
         return file.getvalue()
 
 
-def pack_as(what: str, value: Any) -> Parcel:
+def pack_as(what: str, value: Any) -> PackedValue:
     """Pack a value for the workers. An error names it as `what`."""
     try:
         return pack(value)
@@ -128,7 +128,7 @@ def unpicklable_key(values: Mapping[Any, Any]) -> Any:
     return None
 
 
-def pack(value: Any, portable: bool = False) -> Parcel:
+def pack(value: Any, portable: bool = False) -> PackedValue:
     """Pickle a value except its large tensors and arrays, which must not change until it is sent.
 
     If it is `portable`, any process can read the result: see `portable_pickler`.
@@ -141,7 +141,7 @@ def pack(value: Any, portable: bool = False) -> Parcel:
         large.append(buffer)
         return False
 
-    return Parcel(dumps(value, stays_in_band, portable), large)
+    return PackedValue(dumps(value, stays_in_band, portable), large)
 
 
 def portable_pickler(kind: Any) -> Any:

@@ -25,8 +25,8 @@ from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import last_frame, shows_full_tracebacks, stacks
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
-from raysgd.cluster.large_values import FileContent, Incoming, fits_ray_message, send
-from raysgd.cluster.serialization import Parcel, find_unpicklable, pack
+from raysgd.cluster.large_values import FileContent, IncomingValue, fits_ray_message, send
+from raysgd.cluster.serialization import PackedValue, find_unpicklable, pack
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
@@ -185,14 +185,16 @@ class Worker:
 
         return self._outcome_of(join)
 
-    def handle(self, request: Request | Parcel | Address, inbox: Address | None = None) -> Outcome:
+    def handle(
+        self, request: Request | PackedValue | Address, inbox: Address | None = None
+    ) -> Outcome:
         """Handle a request, or the large request at an address.
 
         Send a large answer to `inbox`, if it is given.
         """
         try:
             if isinstance(request, Address):
-                with contextlib.closing(Incoming(request)) as large:
+                with contextlib.closing(IncomingValue(request)) as large:
                     return self._success(self._hosted.handle(replace(large.value, incoming=large)))
             return self._success(self._hosted.handle(_unpack(request)), inbox)
         except BaseException as error:
@@ -244,7 +246,7 @@ class Worker:
         except (Exception, SystemExit):  # SystemExit would end the process
             raise
         except BaseException as error:
-            raise CarriedError(_bare(error)) from error
+            raise CarriedError(_strip(error)) from error
 
     def pause_at(self, generation: int, step: int | None) -> int:
         """Make the call of a generation pause at a step. Return the current step."""
@@ -255,7 +257,7 @@ class Worker:
 
     def send_snapshot(
         self, step: int | None, num_changes: int, inbox: Address | None = None
-    ) -> Parcel | Address | None:
+    ) -> PackedValue | Address | None:
         """Return the newest snapshot, and release it. Send a large one to `inbox`.
 
         Return None if it was sent before, or is of another step or number of changes.
@@ -303,7 +305,7 @@ class Worker:
             try:
                 payload = send(inbox, pickle.dumps(value.metadata), (), value.write)
             except Exception as error:  # the answer is why the content could not be written
-                payload = _pack_error(_bare(error))
+                payload = _pack_error(_strip(error))
         elif self._is_remote:
             payload = _send_if_large(_pack_answer(value), inbox)
         return Outcome("ok", payload, self._safe_progress())
@@ -335,7 +337,7 @@ class Worker:
             kind = "communication"
         progress = self._safe_progress()
         if split and kind == "user":
-            error = _bare(error)  # the frames of the error hold memory that the repeated call needs
+            error = _strip(error)  # its frames hold memory that the repeated call needs
         if kind == "user":  # users often read only this line
             failed_at = progress.process.failed_at
             where = f"Raised on worker {self._rank}", failed_at, last_frame(text)[0]
@@ -345,7 +347,7 @@ class Worker:
         if not self._is_remote:
             return Outcome(kind, error, progress, split=split)
         text = f"Raised on worker {self._rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
-        bare = _bare(error)
+        bare = _strip(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
         packed = _pack_error(bare) if kind == "user" else pack(_as_text(bare))
         return Outcome(kind, packed, progress, text, split)
@@ -364,10 +366,10 @@ def _has_cause(error: BaseException | None, test: Callable[[BaseException], bool
 
 
 def _unpack(value: Any, copies: bool = True) -> Any:
-    return value.unpack(copies) if isinstance(value, Parcel) else value
+    return value.unpack(copies) if isinstance(value, PackedValue) else value
 
 
-def _pack_answer(value: Any) -> Parcel:
+def _pack_answer(value: Any) -> PackedValue:
     try:
         return pack(value)
     except Exception as error:
@@ -376,20 +378,20 @@ def _pack_answer(value: Any) -> Parcel:
         raise TypeError(f"A worker cannot send {what} to the driver: {error}") from error
 
 
-def _send_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:
-    if inbox is None or fits_ray_message(parcel):
-        return parcel
-    return send(inbox, bytes(parcel.data), parcel.sizes, parcel.write)
+def _send_if_large(packed: PackedValue, inbox: Address | None) -> PackedValue | Address:
+    if inbox is None or fits_ray_message(packed):
+        return packed
+    return send(inbox, bytes(packed.data), packed.sizes, packed.write)
 
 
-def _bare(error: BaseException) -> BaseException:
+def _strip(error: BaseException) -> BaseException:
     """Remove the frames and causes of an exception, because they keep tensors and groups alive."""
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
     return bare
 
 
-def _pack_error(error: BaseException) -> Parcel:
+def _pack_error(error: BaseException) -> PackedValue:
     """Pack an exception, or a RemoteError with its text if it cannot be pickled."""
     try:
         packed = pack(error)

@@ -16,7 +16,7 @@ import psutil
 
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.host_monitor import HostError, HostMonitor, HostWatch
-from raysgd.cluster.serialization import Parcel
+from raysgd.cluster.serialization import PackedValue
 from raysgd.cluster.worker import Worker, WorkerInfo
 
 P = ParamSpec("P")
@@ -121,7 +121,7 @@ class ActorHandle(WorkerHandle):
 
     def submit_work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         self._check_callable()
-        sent = [each.store() if isinstance(each, Parcel) else each for each in arguments]
+        sent = [each.store() if isinstance(each, PackedValue) else each for each in arguments]
         answer: Future[R] = getattr(self.actor, method.__name__).remote(*sent, **named).future()
         return answer if self.watch is None else self._fail_if_lost(answer)
 

@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from raysgd._internal import step_timing
 from raysgd._internal.forwarding import forward_to
-from raysgd.comm.mesh import Mesh
+from raysgd.comm.mesh import PeerMesh
 
 _COLLECTIVES = (
     "_allgather_base",
@@ -101,7 +101,7 @@ class GlooGroup(ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.mesh: Mesh | None = None
+        self.mesh: PeerMesh | None = None
         """Reduces small tensors. All ranks must set it after the same collective."""
         connector, GlooGroup.connector = GlooGroup.connector, Connector()
         self._gloo: Any = connector.connect(store, rank, size, timeout)

@@ -36,7 +36,7 @@ _CLOSE_S = 5.0
 _MAX_WAIT_S = 3600.0  # maximum timeout of `poll`, a C int of milliseconds
 
 
-class Mesh:
+class PeerMesh:
     """Connections of one rank to all other ranks. All ranks use the same key.
 
     `timeout_s` limits `connect`.
@@ -191,7 +191,7 @@ class Mesh:
             shut_down(connection)
         self._arrived.put(None)
 
-    def endpoints(self) -> set[tuple[str, int]]:
+    def local_addresses(self) -> set[tuple[str, int]]:
         """Return the local addresses of the connections."""
         return {connection.getsockname()[:2] for connection in self._peers.values()}
 

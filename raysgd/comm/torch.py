@@ -20,7 +20,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derive_key
 from raysgd.comm.gloo import Connector, GlooGroup
-from raysgd.comm.mesh import Mesh
+from raysgd.comm.mesh import PeerMesh
 from raysgd.comm.network import (
     LOOPBACK,
     driver_address,
@@ -113,7 +113,7 @@ class TorchCollectiveBackend(CollectiveBackend):
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
         self._connector: Connector | None = None
         self._group: GlooGroup | None = None
-        self._mesh: Mesh | None = None
+        self._mesh: PeerMesh | None = None
         self._has_set_interface = False
         self._links: dict[str, float] = {}
         self._sent: dict[str, tuple[int, float]] = {}
@@ -219,7 +219,7 @@ class TorchCollectiveBackend(CollectiveBackend):
         return dict(self._links)
 
     def _measure_links(self) -> None:
-        meshed = () if self._mesh is None else self._mesh.endpoints()
+        meshed = () if self._mesh is None else self._mesh.local_addresses()
         sent: dict[str, tuple[int, float]] = {}
         for each in endpoints():
             ends = (each.local, each.remote)
@@ -270,12 +270,12 @@ def _exchange(store: Any, purpose: str, context: WorkerContext, value: Any) -> l
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
-def _mesh(rank: int, key: str) -> Mesh | None:
+def _mesh(rank: int, key: str) -> PeerMesh | None:
     """Return a mesh on the interface that gloo uses. None if the interface has no IPv4 address."""
     chosen = os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]
     for address, name in interfaces().items():
         if name == chosen:
-            return Mesh(rank, address, derive_key(key, "mesh"), 3 * _CONNECT.total_seconds())
+            return PeerMesh(rank, address, derive_key(key, "mesh"), 3 * _CONNECT.total_seconds())
     return None
 
 

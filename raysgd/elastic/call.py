@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.progress import Bar, LogPoint, Progress, ReportedPosition
+from raysgd._internal.progress import BarStatus, LogPoint, Progress, ReportedPosition
 from raysgd._internal.runner import Request
-from raysgd.cluster.large_values import Inbox, Incoming
+from raysgd.cluster.large_values import Inbox, IncomingValue
 
 WorkerPoint = tuple[Any, LogPoint]
 """A worker, and what it has measured."""
@@ -83,7 +83,7 @@ class Call:
     """Whether workers finish batches. A worker that finishes none is then stuck."""
     can_pause: bool = False
     """Whether the call can pause at a step, so that replacement workers can join."""
-    on_progress: Callable[[Sequence[Bar]], None] | None = None
+    on_progress: Callable[[Sequence[BarStatus]], None] | None = None
     """Receives the progress of all workers while the call runs."""
     log_points: LogPointCollector = field(default_factory=LogPointCollector)
     """Collects what the workers measure while the call runs. By default, they release it."""
@@ -116,7 +116,7 @@ class LoadRequest(Request):
     """Load a state. Its optimizers and models must be the last items."""
 
     state: dict[str, Any]
-    incoming: Incoming | None = None  # receives the content of large arrays
+    incoming: IncomingValue | None = None  # receives the content of large arrays
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class GroupFormer:
         # Without a snapshot, remote workers start again from `setup`.
         can_restart = self._snapshots.receive() or not self._group.options.is_inline
         can_restart = can_restart and not self._record.call.replaces_state
-        is_damaged = answers[leader].holdings.condition == "damaged"
+        is_damaged = answers[leader].held_state.condition == "damaged"
         if is_damaged and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
             return state_machine.StateLost(why=why)
@@ -85,8 +85,8 @@ class GroupFormer:
         self._rescue_shards(staying)
         entering = self._group.sort_by_node([*staying, *joining])
         attempt = self._join(entering, entering.index(leader))
-        holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
-        if any(each.condition == "lost" for each in holdings):
+        held_state = [outcome.progress.held_state for outcome in attempt.outcomes.values()]
+        if any(each.condition == "lost" for each in held_state):
             return state_machine.StateLost(why="all copies of some shards of the state are lost")
         if attempt.has_failed:
             # If no worker is lost, discard all replacements, because one may be the cause.

@@ -84,7 +84,7 @@ def newest_progress(progress: Iterable[Progress]) -> Progress:
 
 
 def _seniority(progress: Progress) -> tuple[bool, int]:
-    return progress.holdings.condition == "good", progress.position.global_step
+    return progress.held_state.condition == "good", progress.position.global_step
 
 
 def choose_leader(
@@ -122,7 +122,7 @@ def state_senders(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
 
 def may_have_only_copy(progress: Progress) -> bool:
     """Return whether a worker may have the only copy of a part of the state."""
-    return not progress.holdings.is_complete
+    return not progress.held_state.is_complete
 
 
 def backoff_s(attempt: int, config: ElasticConfig) -> float:

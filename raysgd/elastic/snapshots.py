@@ -13,7 +13,7 @@ from raysgd._internal.progress import Progress
 from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import Inbox, StorageError, store_copy, unnamed_file
-from raysgd.cluster.serialization import Parcel, pack
+from raysgd.cluster.serialization import PackedValue, pack
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
@@ -63,7 +63,7 @@ class SnapshotKeeper:
         self.replace_with(self._copy(state))
 
     def _copy(self, state: Any) -> ReadState:
-        packed = state if isinstance(state, Parcel) else pack(state)
+        packed = state if isinstance(state, PackedValue) else pack(state)
         try:
             return store_copy(packed).unpack
         except StorageError as error:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysgd._internal.progress import Progress
-from raysgd._internal.step_timing import PHASES, SAVE, Totals
+from raysgd._internal.step_timing import PHASES, SAVE, PhaseTotals
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 
@@ -217,7 +217,7 @@ class SpeedMonitor:
     """
 
     group: ActorGroup
-    _timing: dict[WorkerHandle, Totals] = field(default_factory=dict)
+    _timing: dict[WorkerHandle, PhaseTotals] = field(default_factory=dict)
     _newest: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)
     _began: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # of the group, by rank
     _window: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # its begin, by rank
@@ -251,7 +251,7 @@ class SpeedMonitor:
             self._links |= {(member.info.node_ip, host): rate for host, rate in each.links.items()}
         if members != list(self._began):
             self._links.clear()
-            new = self._times_of(Totals())
+            new = self._times_of(PhaseTotals())
             self._began = self._window = {m: self._newest.get(m, new) for m in members}
             self._num_windows.clear()
         self._timing = timings
@@ -262,7 +262,7 @@ class SpeedMonitor:
             self._num_windows[None if found is None else found[:2]] += 1
             self._window = self._newest
 
-    def _times_of(self, totals: Totals) -> PhaseTimes:
+    def _times_of(self, totals: PhaseTotals) -> PhaseTimes:
         row = np.array([*totals.seconds, totals.num_steps, totals.num_samples])
         row[SAVE] += self._saved_s
         return row
@@ -303,7 +303,7 @@ class SpeedMonitor:
         return found.text
 
     def end_lap(
-        self, kind: str, timing: Mapping[WorkerHandle, Totals] | None = None
+        self, kind: str, timing: Mapping[WorkerHandle, PhaseTotals] | None = None
     ) -> dict[str, list[float]]:
         """Return the mean seconds per step by phase and rank since the last lap of a kind.
 

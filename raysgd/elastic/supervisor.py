@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.progress import Holdings, ProcessStatus, Progress, ReportedPosition
+from raysgd._internal.progress import HeldState, ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox, offering
@@ -122,7 +122,7 @@ class Supervisor:
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self._record.call = call
-        self.progress_before = self._record.progress._replace(holdings=Holdings())
+        self.progress_before = self._record.progress._replace(held_state=HeldState())
         """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
         self._replay: Call | None = None

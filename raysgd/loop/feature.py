@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raysgd._internal.progress import Holdings
+from raysgd._internal.progress import HeldState
 from raysgd.loop.update import Factors, Update
 
 UPDATE_HOOKS = (
@@ -144,7 +144,7 @@ class StatePlacement:
     In this class, every worker has all of both. Subclasses shard them over the workers.
     """
 
-    holdings = Holdings()
+    held_state = HeldState()
     """What this worker has, if no step has damaged it."""
     replicates = True
     """Whether the workers keep the models equal."""

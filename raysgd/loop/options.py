@@ -24,7 +24,7 @@ from raysgd._internal.config import BATCH_SIZE, round_batch
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.serialization import Parcel, pack
+from raysgd.cluster.serialization import PackedValue, pack
 from raysgd.comm.horovod import check_horovod
 from raysgd.data.partition import StepLayout
 from raysgd.elastic.config import as_elastic_config
@@ -141,7 +141,7 @@ class Options(ABC):
 
     def unpack(self) -> tuple[Any, dict[str, Any]]:
         """Return the operator's class and the config. Each call on a worker returns new objects."""
-        packed: Parcel | None = vars(self).get("packed")
+        packed: PackedValue | None = vars(self).get("packed")
         if packed is None:
             return self.training_operator_cls, self.config
         # Large arrays stay in Ray's shared memory, which is read-only.

@@ -18,7 +18,7 @@ from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.runner import Request, Runner
 from raysgd.checkpoint.file import SHARDS, manifest_entries, write_state
-from raysgd.cluster.large_values import FileContent, Incoming
+from raysgd.cluster.large_values import FileContent, IncomingValue
 from raysgd.cluster.serialization import find_unpicklable
 from raysgd.elastic.call import (
     ExportShardsRequest,
@@ -60,7 +60,7 @@ class OperatorRunner(Runner, ABC):
         train_state.is_new = False
         if train_state.saved_position() != position:
             loop.source.end_iteration()  # otherwise, the next segment may continue it
-        if not train_state.holdings.is_complete:
+        if not train_state.held_state.is_complete:
             loop.snapshots.clear()
         self.operator.on_world_change()
         if state is not None:  # the hook may register the data of the leader
@@ -208,7 +208,7 @@ class OperatorRunner(Runner, ABC):
             num_batches=0 if running is None else running.num_finished_steps,
             epoch_samples=source.epoch_samples,
         )
-        bar = progress.Bar(
+        bar = progress.BarStatus(
             epoch=position.epoch,
             global_step=position.global_step,
             num_batches=position.num_batches,
@@ -217,7 +217,7 @@ class OperatorRunner(Runner, ABC):
             latest_metrics={} if meters is None else self._metric_reader.read(meters),
             timing=timing,
         )
-        measured = progress.Measured(
+        measured = progress.Measurements(
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
             timing=timing,
@@ -232,7 +232,7 @@ class OperatorRunner(Runner, ABC):
             measured=measured,
             snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_changes),
             updates=progress.UpdateStatus(train_state.micro_batching.split, bad_steps),
-            holdings=train_state.holdings,
+            held_state=train_state.held_state,
             process=progress.ProcessStatus(True, failed_at),  # blocked if this worker has returned
         )
 
@@ -374,7 +374,7 @@ class OperatorRunner(Runner, ABC):
         state |= loop.state_access.read()
         return with_models_last(loop.state_access.without_frozen(state, for_workers=True))
 
-    def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
+    def load_state_dict(self, state: dict[str, Any], incoming: IncomingValue | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state.
 
         After the checks, its entries are loaded in this order:
@@ -434,11 +434,11 @@ class OperatorRunner(Runner, ABC):
 
         A sharded state needs the shards of all workers. `num_workers` workers can send shards.
         """
-        if self._loop is None or self._train_state.holdings.condition != "good":
+        if self._loop is None or self._train_state.held_state.condition != "good":
             return None
         train_state = self._train_state
         is_in_sync = train_state.placement.is_in_sync
         has_all = train_state.context.world_size == num_workers and is_in_sync
-        if not (train_state.holdings.is_complete or has_all):
+        if not (train_state.held_state.is_complete or has_all):
             return None
         return dict(train_state.to_cpu(self._read_state(is_snapshot=True)))

@@ -54,7 +54,7 @@ class SnapshotTaker:
     def _has_shards(self) -> bool:
         context = self._train_state.context
         ends_with_driver = context.in_driver and context.world_size == 1
-        return not (self._train_state.holdings.is_complete or ends_with_driver)
+        return not (self._train_state.held_state.is_complete or ends_with_driver)
 
     @property
     def _keeps_copy(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from raysgd.cluster.large_values import Incoming
+from raysgd.cluster.large_values import IncomingValue
 from raysgd.loop.train_state import TrainState
 
 
@@ -55,7 +55,7 @@ class StateAccess(ABC):
         """Return a state with the shards of all workers merged."""
         return state
 
-    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+    def reuse_memory(self, state: dict[str, Any], incoming: IncomingValue) -> dict[str, Any]:
         """Replace incoming arrays by registered ones of the same shape, dtype, and device.
 
         The content of these arrays then arrives in their memory.

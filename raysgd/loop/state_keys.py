@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raysgd.checkpoint.file import REQUIRED
+from raysgd.checkpoint.file import REQUIRED_KEYS
 from raysgd.errors import CheckpointError
 
 
@@ -68,7 +68,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: if an entry is missing or wrong.
     """
-    missing = [k for k in REQUIRED if not isinstance(state, Mapping) or k not in state]
+    missing = [k for k in REQUIRED_KEYS if not isinstance(state, Mapping) or k not in state]
     if missing:
         raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
     checks = {

@@ -15,7 +15,7 @@ from raysgd._internal.collectives import Collectives
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves, preserving
-from raysgd._internal.progress import Holdings
+from raysgd._internal.progress import HeldState
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
@@ -245,11 +245,11 @@ class TrainState(ABC):
             feature.begin_generation()
 
     @property
-    def holdings(self) -> Holdings:
+    def held_state(self) -> HeldState:
         """What this worker has of the state. Another thread may read it."""
-        holdings = self.placement.holdings
-        is_damaged = self.update.is_damaged and holdings.condition == "good"
-        return holdings._replace(condition="damaged") if is_damaged else holdings
+        held_state = self.placement.held_state
+        is_damaged = self.update.is_damaged and held_state.condition == "good"
+        return held_state._replace(condition="damaged") if is_damaged else held_state
 
 
 class RandomGenerators:

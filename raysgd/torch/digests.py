@@ -79,7 +79,7 @@ def _concatenate(sections: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
     return torch.cat([*sections, sections[0].new_zeros(-num_bytes % 8)]).view(torch.int64)
 
 
-def fingerprint(state: Any) -> bytes:
+def state_digest(state: Any) -> bytes:
     """Return a digest of nested dicts, lists, and tuples with tensors, to compare ranks.
 
     A state that cannot be pickled gets a random digest.

@@ -14,7 +14,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
-from raysgd.cluster.large_values import Incoming
+from raysgd.cluster.large_values import IncomingValue
 from raysgd.comm.mesh import as_bytes
 from raysgd.torch.tensors import ELEMENTWISE, can_copy, inner_optimizers, nested_tensors
 
@@ -100,7 +100,7 @@ def _inner_schedulers(state: Any) -> list[tuple[str, list[Any]]]:
     return [(n, xs) for n, xs in entries if xs and all(hasattr(x, "optimizer") for x in xs)]
 
 
-def reuse_memory(state: Any, into: Any, incoming: Incoming) -> Any:
+def reuse_memory(state: Any, into: Any, incoming: IncomingValue) -> Any:
     """Return `state` with own tensors for incoming ones of the same shape, dtype, and device."""
     addresses = incoming.addresses
     adopted: dict[int, torch.Tensor] = {}  # by the address of the other tensor

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from raysgd._internal.nested import load_or_restore
-from raysgd.cluster.large_values import Incoming
+from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess
 from raysgd.loop.state_keys import check_objects
-from raysgd.torch.digests import fingerprint
+from raysgd.torch.digests import state_digest
 from raysgd.torch.features.frozen_parameters import FROZEN_KEY, without_frozen
 from raysgd.torch.object_states import (
     load_optimizer,
@@ -100,7 +100,7 @@ class TorchStateAccess(StateAccess):
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
-            digest = fingerprint((train_state.position.global_step, state))
+            digest = state_digest((train_state.position.global_step, state))
             expected = group.broadcast(lambda: digest, leader_rank)
             lacks = follows and digest != expected
         if group.any_rank(lacks):
@@ -172,7 +172,7 @@ class TorchStateAccess(StateAccess):
             for module, training in zip(model.modules(), of_model, strict=True):
                 module.training = training
 
-    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+    def reuse_memory(self, state: dict[str, Any], incoming: IncomingValue) -> dict[str, Any]:
         current = self.read()
         tensors = {key: current[key] for key in ("optimizers", "models")}
         return dict(reuse_memory(state, tensors, incoming))

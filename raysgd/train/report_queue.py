@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd.cluster.serialization import Parcel
+from raysgd.cluster.serialization import PackedValue
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class TrainingResult:
     """One result of a training function. All workers must produce the same sequence of kinds."""
 
     kind: ResultKind
-    content: Parcel | None = None
+    content: PackedValue | None = None
     """The encoded report, or the return value of the function."""
     checkpoint: bytes | None = None
     """The pickled checkpoint; only worker 0 sends one."""

@@ -22,7 +22,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.nonfinite import Finiteness, find_newly_nonfinite, finiteness
 from raysgd._internal.values import numbers_in
 from raysgd.cluster.process import end_wandb
-from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
+from raysgd.cluster.serialization import PackedValue, pack, portable_pickler, unpicklable_key
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.report_queue import ReportQueue, ResultKind, RunStoppedError, TrainingResult
@@ -131,7 +131,7 @@ class Session:
     def _send(
         self,
         kind: ResultKind,
-        content: Parcel | None,
+        content: PackedValue | None,
         numbers: Mapping[str, float] | None = None,
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
@@ -180,11 +180,11 @@ def _pickle(state: Any) -> bytes:
     return file.getvalue()
 
 
-def _pack_report(metrics: Any) -> Parcel:
+def _pack_report(metrics: Any) -> PackedValue:
     """Pack reported metrics immediately, so that the function may change the originals."""
     try:
         packed = pack(metrics, portable=True)  # its buffers still share memory with the originals
-        return Parcel(packed.data, [bytes(buffer.raw()) for buffer in packed.buffers])
+        return PackedValue(packed.data, [bytes(buffer.raw()) for buffer in packed.buffers])
     except Exception as error:
         name = unpicklable_key(metrics) if isinstance(metrics, Mapping) else None
         raise TypeError(
@@ -200,7 +200,7 @@ def num_collectives() -> int | None:
     return getattr(dist.group.WORLD, "num_operations", None)
 
 
-def _pack_result(value: Any) -> Parcel | None:
+def _pack_result(value: Any) -> PackedValue | None:
     """Pack what the function returned; None, with a warning, if it cannot be pickled."""
     try:
         return pack(value, portable=True)

@@ -16,7 +16,7 @@ from raysgd._internal.progress import ReportedPosition
 from raysgd._internal.runner import Request
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
-from raysgd.cluster.serialization import Parcel
+from raysgd.cluster.serialization import PackedValue
 from raysgd.elastic.call import Call, LogPointCollector, WorkerPoint
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import PAUSED, LeavingRequest, TrainRequest, ValidateRequest
@@ -196,7 +196,7 @@ class Dispatcher:
         call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
         self._log_position = ReportedPosition(epoch=newest.epoch, global_step=newest.global_step)
         try:
-            measured = [each.unpack() if isinstance(each, Parcel) else each for each in packed]
+            measured = [each.unpack() if isinstance(each, PackedValue) else each for each in packed]
             merged = self._merge(measured)
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
             self.callback_list.call_hook("on_log", trainer, call, metrics)

@@ -17,7 +17,7 @@ from raysgd._internal.nested import map_leaves, try_copy
 from raysgd._internal.provenance import process_provenance, without_homes
 from raysgd._internal.runner import Request
 from raysgd._internal.values import redact_config, scalars
-from raysgd.checkpoint.file import OpenFile
+from raysgd.checkpoint.file import CheckpointFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
 from raysgd.checkpoint.weights import check_suffix
@@ -193,7 +193,7 @@ class StateTransfer:
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
         self.dispatcher.check_open(changes_state=True)
-        file = OpenFile(path)
+        file = CheckpointFile(path)
         self.load(file.read(), reread=file.read)
 
     def load(self, state: Mapping[str, Any], reread: Callable[[], Any] | None = None) -> None:

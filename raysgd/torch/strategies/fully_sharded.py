@@ -139,7 +139,7 @@ class FullyShardedModel(OptimizerShards, StatePlacement):
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
         load = super().receive(leader_rank)
-        if self.holdings.condition != "lost":
+        if self.held_state.condition != "lost":
             self._shard_models()
         return load
 

@@ -16,7 +16,7 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
-from raysgd.torch.digests import fingerprint
+from raysgd.torch.digests import state_digest
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
@@ -234,7 +234,7 @@ def broadcast_models(registered: RegisteredObjects) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
     tensors = [t.detach() for m in registered.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-    if not registered.collectives.all_ranks_equal(int.from_bytes(fingerprint(tensors)[:7])):
+    if not registered.collectives.all_ranks_equal(int.from_bytes(state_digest(tensors)[:7])):
         received = registered.collectives.broadcast(lambda: tensors, 0)
         for own, value in zip(tensors, received, strict=False):
             if own.shape == value.shape:  # a buffer of another shape is a cache

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd._internal.nested import map_leaves
-from raysgd._internal.progress import Holdings
+from raysgd._internal.progress import HeldState
 from raysgd.loop.feature import StatePlacement, UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.registered import RegisteredObjects
@@ -58,7 +58,7 @@ class OptimizerShards(UpdateFeature):
             parameters. The layout then covers those of the optimizer, also if they are frozen.
     """
 
-    holdings = Holdings(is_complete=False)
+    held_state = HeldState(is_complete=False)
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class OptimizerShards(UpdateFeature):
                 base = self._elements_of(index, start, stop)
                 self._pieces.append(Piece(index, start, stop, self._version, state, base=base))
         self._token = self._token[0], self._token[1] + 1
-        self.is_in_sync, self.holdings = True, Holdings(is_complete=False)
+        self.is_in_sync, self.held_state = True, HeldState(is_complete=False)
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         """Return a value of the state with the dtype and device that the optimizer needs."""
@@ -310,7 +310,7 @@ class OptimizerShards(UpdateFeature):
         pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
         shards = [layout.shard(each, size) for each in range(size)]
         transfers = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
-        self.holdings = Holdings(False, condition="lost" if transfers is None else "good")
+        self.held_state = HeldState(False, condition="lost" if transfers is None else "good")
         if transfers is None:
             return super().receive(leader_rank)
         by_src: dict[int, list[Transfer]] = defaultdict(list)
@@ -353,9 +353,9 @@ class ShardedOptimizers(StatePlacement):
         ]
 
     @property
-    def holdings(self) -> Holdings:  # type: ignore[override]
-        lost = (each.holdings for each in self.features if each.holdings.condition == "lost")
-        return next(lost, Holdings(is_complete=False))
+    def held_state(self) -> HeldState:  # type: ignore[override]
+        lost = (each.held_state for each in self.features if each.held_state.condition == "lost")
+        return next(lost, HeldState(is_complete=False))
 
     is_in_sync: Any = property(lambda self: all(each.is_in_sync for each in self.features))
 

@@ -367,10 +367,10 @@ class SimMember(WorkerHandle):
         terminated_s = None if began is None else self._world.now - began
         return progress.Progress(
             position=progress.ReportedPosition(global_step=self.step),
-            bar=progress.Bar(global_step=self.step),
-            measured=progress.Measured(step_s=self._world.step_s, samples_per_s=self.speed),
+            bar=progress.BarStatus(global_step=self.step),
+            measured=progress.Measurements(step_s=self._world.step_s, samples_per_s=self.speed),
             snapshot=progress.SnapshotStatus(self.snapshot_step),
-            holdings=progress.Holdings(is_complete=not self.divided, condition=self.condition),
+            held_state=progress.HeldState(is_complete=not self.divided, condition=self.condition),
             process=progress.ProcessStatus(terminated_s=terminated_s),
         )
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import tqdm.auto
 
-from raysgd._internal.progress import Bar
-from raysgd._internal.step_timing import PHASES, Totals
+from raysgd._internal.progress import BarStatus
+from raysgd._internal.step_timing import PHASES, PhaseTotals
 from raysgd.callbacks import EarlyStopping, EpochLines, ProgressBar
 from raysgd.callbacks import progress as module
 from raysgd.callbacks.base import LastCall
@@ -45,7 +45,7 @@ def terminal(monkeypatch):
 
 
 def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
-    return Bar(
+    return BarStatus(
         num_batches=num_batches,
         total_batches=total,
         num_samples=num_samples,
@@ -55,7 +55,7 @@ def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
 
 
 def timed(num_batches, **seconds):
-    totals = Totals(tuple(seconds.get(name, 0.0) for name in PHASES))
+    totals = PhaseTotals(tuple(seconds.get(name, 0.0) for name in PHASES))
     return progress(num_batches)._replace(timing=totals)
 
 
@@ -259,7 +259,7 @@ def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
     trainer.num_epochs = 8
     bar.on_progress(trainer, "train", [])
     losses = {"loss_g": 0.5, "loss_d": 1.5}
-    bar.on_progress(trainer, "train", [Bar(epoch=1, num_batches=2, latest_metrics=losses)])
+    bar.on_progress(trainer, "train", [BarStatus(epoch=1, num_batches=2, latest_metrics=losses)])
     text = terminal.getvalue()
     assert "epoch 2/8" in text
     assert "loss_g=0.5, loss_d=1.5" in text

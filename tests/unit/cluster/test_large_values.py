@@ -78,7 +78,7 @@ def test_a_worker_receives_arrays_in_their_places():
     expected, place = make(LARGE), np.zeros(LARGE, np.uint8)
     with (
         large_values.offering(pack({"c": expected["c"], **expected}), [LOOPBACK]) as address,
-        contextlib.closing(large_values.Incoming(address)) as found,
+        contextlib.closing(large_values.IncomingValue(address)) as found,
     ):
         at = found.value["a"].ctypes.data
         assert at in found.addresses
@@ -93,7 +93,7 @@ def test_a_worker_receives_arrays_in_their_places():
 
 def test_a_lost_driver_is_an_error_of_a_value_that_is_still_to_come():
     with large_values.offering(pack(make(LARGE)), [LOOPBACK]) as address:
-        found = large_values.Incoming(address)
+        found = large_values.IncomingValue(address)
     with contextlib.closing(found), pytest.raises((EOFError, ConnectionError)):
         found.receive()
 

@@ -18,7 +18,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import Progress, ReportedPosition
 from raysgd._internal.runner import PausedError
 from raysgd.backends import CollectiveBackend
-from raysgd.cluster.serialization import Parcel, pack
+from raysgd.cluster.serialization import PackedValue, pack
 from raysgd.cluster.worker import CarriedError, Worker
 from raysgd.errors import RemoteError, RemoteTraceback
 from tests.unit.cluster.calls import request_of
@@ -141,7 +141,7 @@ def test_runs_of_wandb_end_with_the_worker(worker, tmp_path, monkeypatch):
 )
 def test_a_value_comes_back(worker, value):
     outcome = call(worker, lambda: value)
-    assert isinstance(outcome.payload, Parcel)
+    assert isinstance(outcome.payload, PackedValue)
     outcome = pickle.loads(pickle.dumps(outcome))
     assert outcome.kind == "ok"
     got = outcome.unpack()

@@ -167,7 +167,7 @@ def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypa
         answers.set()
 
 
-def test_loss_cause_is_one_line_of_the_error_of_ray():
+def test_exit_cause_is_one_line_of_the_error_of_ray():
     said = (
         "The actor died unexpectedly before finishing this task.\n\tpid: 77\n"
         "The actor is dead because its worker process has died. Worker exit detail: Worker exits "
@@ -182,7 +182,7 @@ def test_loss_cause_is_one_line_of_the_error_of_ray():
     assert exit_cause(RuntimeError(), unknown) == "RuntimeError"
 
 
-def test_loss_cause_says_that_ray_killed_a_worker_for_memory():
+def test_exit_cause_says_that_ray_killed_a_worker_for_memory():
     said = (
         "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: "
         "10.0.0.2, ID: 7ffe) was 9.03GB used / 9.50GB limit (0.951)\nOOM kill reason: Memory "

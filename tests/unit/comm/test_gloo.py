@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from raysgd._internal.step_timing import BACKWARD, WAIT, StepTiming
 from raysgd.comm.gloo import Connector, GlooGroup
-from raysgd.comm.mesh import Mesh
+from raysgd.comm.mesh import PeerMesh
 from tests.conftest import TORCH, Script, run_ranks, wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -95,7 +95,7 @@ def test_the_wait_for_another_rank_is_a_phase_of_the_step(is_meshed, monkeypatch
     """The other rank joins when this one waits."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store, timing = HashStore(), StepTiming()
-    made = [Mesh(rank, "127.0.0.1", "key", 30.0) for rank in range(2)]
+    made = [PeerMesh(rank, "127.0.0.1", "key", 30.0) for rank in range(2)]
 
     def reduce(rank):
         mesh, group = made[rank], GlooGroup(store, rank, 2, TIMEOUT)
@@ -250,12 +250,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from raysgd.comm import gloo
 from raysgd.comm.gloo import GlooGroup
-from raysgd.comm.mesh import Mesh
+from raysgd.comm.mesh import PeerMesh
 
 store = TCPStore("127.0.0.1", int(sys.argv[-1]), is_master=False)
 patience = datetime.timedelta(seconds=60)
 group = GlooGroup.init(store, rank, 2, patience)
-mesh = Mesh(rank, "127.0.0.1", "key", 60)
+mesh = PeerMesh(rank, "127.0.0.1", "key", 60)
 store.set(f"mesh/{rank}", json.dumps(mesh.address))
 addresses = [tuple(json.loads(store.get(f"mesh/{r}"))) for r in range(2)]
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.comm.gloo import _COMBINATIONS
-from raysgd.comm.mesh import Mesh
+from raysgd.comm.mesh import PeerMesh
 
 PATIENCE_S = 30
 
 
 def make_mesh(rank, timeout_s=PATIENCE_S):
-    return Mesh(rank, "127.0.0.1", "key", timeout_s)
+    return PeerMesh(rank, "127.0.0.1", "key", timeout_s)
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ def test_links_are_the_newest_rates_to_other_hosts(backend, monkeypatch):
     monkeypatch.setattr(torch_backend, "driver_address", lambda addresses: "127.0.0.2")
     backend.setup(WorkerContext(distributed=True, node_ip=LOOPBACK), backend.prepare([LOOPBACK]))
     backend._listening = {own, other}
-    backend._mesh = SimpleNamespace(endpoints=lambda: {meshed}, close=int)
+    backend._mesh = SimpleNamespace(local_addresses=lambda: {meshed}, close=int)
     monkeypatch.setattr(torch_backend, "time", SimpleNamespace(monotonic=lambda: now[0]))
     found = [
         SimpleNamespace(local=local, remote=remote, count_sent=lambda n=n: sent[n])

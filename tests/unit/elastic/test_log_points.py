@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._internal.progress import LogPoint, Measured, Progress
-from raysgd._internal.step_timing import Totals
+from raysgd._internal.progress import LogPoint, Measurements, Progress
+from raysgd._internal.step_timing import PhaseTotals
 from raysgd.elastic.call import LogPointCollector
 
 
@@ -22,7 +22,7 @@ def part(call, step, num_samples, reaches_log_step=True):
         global_step=step,
         epoch=1,
         metrics={"num_samples": num_samples},
-        timing=Totals(),
+        timing=PhaseTotals(),
         seconds=0.1,
         reaches_log_step=reaches_log_step,
     )
@@ -40,7 +40,7 @@ def run():
     points.begin(0, [a, b])
 
     def take(*workers, members=(a, b)):
-        measured = {each: Measured(log_points=each.points) for each in workers}
+        measured = {each: Measurements(log_points=each.points) for each in workers}
         points.add({each: Progress(measured=measured[each]) for each in workers}, members)
 
     return SimpleNamespace(points=points, a=a, b=b, shown=shown, take=take)

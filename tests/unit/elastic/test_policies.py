@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.progress import Holdings, Measured, Progress, ReportedPosition
+from raysgd._internal.progress import HeldState, Measurements, Progress, ReportedPosition
 from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
@@ -52,15 +52,15 @@ def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
     assert [c.gpu_index for c in contexts] == [1, 0, 0]
 
 
-CONDITIONS = [Holdings(), Holdings(condition="damaged")]
-STEPS = [Progress(ReportedPosition(0, False, n), holdings=h) for n in (5, 6) for h in CONDITIONS]
+CONDITIONS = [HeldState(), HeldState(condition="damaged")]
+STEPS = [Progress(ReportedPosition(0, False, n), held_state=h) for n in (5, 6) for h in CONDITIONS]
 
 
 @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=4), st.frozensets(st.integers(0, 3)))
 def test_no_committed_step_is_discarded(progress, leaving):
     leader, staying = choose_leader(dict(enumerate(progress)), leaving)
     steps = [each.position.global_step for each in progress]
-    whole = [step for step, p in zip(steps, progress, strict=True) if p.holdings == Holdings()]
+    whole = [step for step, p in zip(steps, progress, strict=True) if p.held_state == HeldState()]
     assert steps[leader] == max(whole or steps)
     assert leader in staying
     assert set(range(len(progress))) - set(staying) <= leaving
@@ -92,7 +92,7 @@ step_times = st.just(0.0) | st.floats(1e-5, 100.0)
 )
 def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reached, lead_s):
     positions = [ReportedPosition(global_step=reached + more) for more, _ in workers]
-    measured = [Measured(step_s=step_s) for _, step_s in workers]
+    measured = [Measurements(step_s=step_s) for _, step_s in workers]
     pairs = list(zip(positions, measured, strict=True))
     step = choose_pause_step([Progress(at, measured=speed) for at, speed in pairs], lead_s)
     assert all(step >= at.global_step + 2 for at in positions)

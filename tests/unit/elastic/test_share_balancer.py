@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd._internal.progress import Measured, Progress
+from raysgd._internal.progress import Measurements, Progress
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
@@ -45,7 +45,7 @@ def make(num_workers=2, **config):
 def poll(group, shares, *speeds, seconds=0.0):
     """Report `speeds` once per second, for `seconds`."""
     for _ in range(int(seconds) + 1):
-        progress = [Progress(measured=Measured(samples_per_s=speed)) for speed in speeds]
+        progress = [Progress(measured=Measurements(samples_per_s=speed)) for speed in speeds]
         shares.observe(dict(zip(group.members, progress, strict=True)))
         group.clock.sleep(1.0)
 
@@ -95,7 +95,7 @@ def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
     group, record, shares = make(shares="measured")
     poll(group, shares, 100, 100)
     new = FakeMember("new")
-    shares.observe({new: Progress(measured=Measured(samples_per_s=300))})
+    shares.observe({new: Progress(measured=Measurements(samples_per_s=300))})
     poll(group, shares, 100, 100)
     assert shares.choose_for([group.members[0], new]) == (0.5, 1.5)
     assert record.events == [((1.0, 1.0), (0.5, 1.5))]

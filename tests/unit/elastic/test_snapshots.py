@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.progress import Holdings, Progress, ReportedPosition, SnapshotStatus
+from raysgd._internal.progress import HeldState, Progress, ReportedPosition, SnapshotStatus
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
@@ -66,7 +66,7 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
 
 
 def divided(step):
-    return at(step)._replace(holdings=Holdings(is_complete=False))
+    return at(step)._replace(held_state=HeldState(is_complete=False))
 
 
 def test_shards_of_one_step_are_fetched_together():

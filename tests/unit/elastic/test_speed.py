@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._internal.progress import Measured, Progress, ReportedPosition
-from raysgd._internal.step_timing import PHASES, Totals
+from raysgd._internal.progress import Measurements, Progress, ReportedPosition
+from raysgd._internal.step_timing import PHASES, PhaseTotals
 from raysgd.elastic.speed import SpeedMonitor, SpeedReport, WorkerSpeed, find_bottleneck
 
 HEALTHY = {"data": 1.0, "forward": 3.4, "backward": 10.2, "wait": 9.1, "optimizer": 0.9}
@@ -122,7 +122,7 @@ class Group:
 
     def __init__(self, num_workers=2):
         self.members = [self.new_member(f"host{rank}") for rank in range(num_workers)]
-        self.totals = dict.fromkeys(self.members, Totals())
+        self.totals = dict.fromkeys(self.members, PhaseTotals())
         self.seen_step = 0
         self.monitor = SpeedMonitor(self)
 
@@ -134,16 +134,16 @@ class Group:
         num_steps = round(seconds / step_s)
         self.seen_step += num_steps
         for member, row in zip(self.members, rows, strict=True):
-            old = self.totals.setdefault(member, Totals())
+            old = self.totals.setdefault(member, PhaseTotals())
             more = zip(old.seconds, ms(**row).values(), strict=True)
-            self.totals[member] = Totals(
+            self.totals[member] = PhaseTotals(
                 tuple(before + num_steps * each for before, each in more),
                 old.num_steps + num_steps,
                 old.num_samples + 32 * num_steps,
                 0,
             )
         step, totals = self.seen_step, self.totals
-        measured = {member: Measured(timing=totals[member]) for member in self.members}
+        measured = {member: Measurements(timing=totals[member]) for member in self.members}
         at = ReportedPosition(global_step=step)
         self.monitor.observe({m: Progress(at, measured=each) for m, each in measured.items()})
 

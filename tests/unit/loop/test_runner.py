@@ -10,7 +10,7 @@ import torch
 
 from raysgd import ElasticConfig
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.progress import Holdings
+from raysgd._internal.progress import HeldState
 from raysgd.data import Dataset
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.errors import CheckpointError
@@ -164,7 +164,7 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert [layer.training for layer in other.operator.model] == [False, *[True] * 3]
     other.handle(TrainRequest(call_number=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
-    runner._train_state.placement.holdings = Holdings(is_complete=False)  # only its shard
+    runner._train_state.placement.held_state = HeldState(is_complete=False)  # only its shard
     assert [runner.restart_state(number) is None for number in (1, 2)] == [False, True]
     runner._train_state.update.record_damage()
     assert runner.restart_state() is None

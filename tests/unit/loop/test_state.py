@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.progress import Holdings
+from raysgd._internal.progress import HeldState
 from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
@@ -245,7 +245,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
     state = SimpleNamespace(
         settings=SimpleNamespace(options=SimpleNamespace(elastic=ElasticConfig())),
         context=WorkerContext(world_rank=1, distributed=True),
-        holdings=Holdings(is_complete=False),
+        held_state=HeldState(is_complete=False),
         placement=StatePlacement(),
         timing=StepTiming(),
         position=SimpleNamespace(epoch=0, global_step=7),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raysgd.torch import collectives
 from raysgd.torch.collectives import TorchCollectives
-from raysgd.torch.digests import fingerprint
+from raysgd.torch.digests import state_digest
 from tests.conftest import import_horovod, run_ranks
 
 GROUP = TorchCollectives(torch.device("cpu"))
@@ -101,7 +101,7 @@ def test_broadcast_state_keeps_structure_and_tensors(link):
     group = TorchCollectives(torch.device("meta"))
     got = group.broadcast(lambda: pytest.fail("only the source makes it"), 0)
     assert not link["messages"]
-    assert fingerprint(got) == fingerprint(state)
+    assert state_digest(got) == state_digest(state)
 
 
 def test_a_rank_that_has_the_state_receives_it_without_memory(link, monkeypatch):
@@ -158,13 +158,13 @@ def test_fingerprint_differs_for_one_bit(shape, dtype, offset, where, bit):
     held = torch.arange(offset + size).to(dtype)
     tensor = held[offset:].view(shape)
     state = {"a": [tensor, ("text", 0.1, None)], 3: collections.OrderedDict(b=tensor.clone())}
-    expected = fingerprint(state)
+    expected = state_digest(state)
     other = copy.deepcopy({"a": [tensor.clone(), ("te" + "xt", 0.1, None)], 3: state[3]})
-    assert fingerprint(other) == expected
+    assert state_digest(other) == expected
     if size:
         content = other["a"][0].reshape(-1).view(torch.uint8)
         content[int(where * content.numel())] ^= 1 << bit
-        assert fingerprint(other) != expected
+        assert state_digest(other) != expected
 
 
 @pytest.mark.parametrize(
@@ -179,16 +179,16 @@ def test_fingerprint_differs_for_one_bit(shape, dtype, offset, where, bit):
 )
 def test_fingerprint_covers_names_shapes_types_and_numbers(other):
     state = {"w": torch.zeros(4), "lr": 0.1}
-    assert fingerprint(state) == fingerprint(copy.deepcopy(state))
-    assert fingerprint(state) != fingerprint(other)
+    assert state_digest(state) == state_digest(copy.deepcopy(state))
+    assert state_digest(state) != state_digest(other)
 
 
 def test_fingerprint_is_that_of_the_values():
     whole = torch.tensor([[1 + 2j, 3 - 4j]])
     views = [whole.conj(), whole.conj().imag, torch.rand(1, 3)[:, 0]]
     for view in views:
-        assert fingerprint(view) == fingerprint(view.clone().contiguous())
-    assert fingerprint(whole.conj()) != fingerprint(whole)
+        assert state_digest(view) == state_digest(view.clone().contiguous())
+    assert state_digest(whole.conj()) != state_digest(whole)
 
 
 STRIDED = """

@@ -99,7 +99,7 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
     leader.handle(TrainRequest(call_number=0, until_step=2))
     train_state, state = runner._train_state, leader._hosted_loop.state_access.read()
     before = copy.deepcopy(runner.operator.model.state_dict())
-    sent = iter([b"another fingerprint", [{}], state])
+    sent = iter([b"another digest", [{}], state])
 
     def broadcast(make, rank, wanted=True):
         if make != train_state.registered.buffer_copies.tensors:
@@ -120,7 +120,7 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
     runner = make_runner()
     runner.handle(TrainRequest(call_number=0, until_step=1))
     runner._train_state.collectives.all_reduce_min = lambda *values: [*values]
-    monkeypatch.setattr(state_access, "fingerprint", lambda state: pytest.fail("read"))
+    monkeypatch.setattr(state_access, "state_digest", lambda state: pytest.fail("read"))
     runner._train_state.collectives.broadcast = lambda make, rank: make()
     runner._hosted_loop.state_access.copy_from(0, follows=False)
 

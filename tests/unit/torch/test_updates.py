@@ -15,7 +15,7 @@ from raysgd.callbacks import EMA
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.torch.collectives import TorchCollectives
-from raysgd.torch.digests import fingerprint
+from raysgd.torch.digests import state_digest
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -423,10 +423,10 @@ def test_states_of_several_tensors_are_copied_sent_and_restored(process_group):
     image.take()
     copied = map_leaves({"state": [packed]}, try_copy)["state"][0]
     sent = TorchCollectives(torch.device("cpu")).broadcast(lambda: {"a": packed}, 0)["a"]
-    digest = fingerprint({"a": packed})
-    assert digest == fingerprint({"a": copied})
+    digest = state_digest({"a": packed})
+    assert digest == state_digest({"a": copied})
     packed.codes.zero_()
-    assert digest != fingerprint({"a": packed})
+    assert digest != state_digest({"a": packed})
     image.restore()
     for each in (copied, sent, optimizer.state[parameter]["exp_avg"]):
         assert type(each) is Packed

@@ -11,10 +11,10 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
-from raysgd._internal.progress import Measured, Progress
+from raysgd._internal.progress import Measurements, Progress
 from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import CheckpointStore, read_manifest
-from raysgd.checkpoint.file import OpenFile
+from raysgd.checkpoint.file import CheckpointFile
 from raysgd.errors import CheckpointError
 from tests.operators import Classifier, make_model
 from tests.unit.elastic.test_log_points import part
@@ -41,7 +41,7 @@ def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer, m
 
         def on_pause(self, trainer):  # as if a second worker had left after step 1
             points = calls[-1].log_points
-            measured = Measured(log_points=[part(points.call_number, 1, 4, False)])
+            measured = Measurements(log_points=[part(points.call_number, 1, 4, False)])
             points.add({"worker": Progress(measured=measured)}, ())
 
         def on_log(self, trainer, call, metrics):
@@ -179,13 +179,13 @@ def test_a_loaded_file_is_the_snapshot_even_if_another_file_replaces_it(
     trainer.train(num_steps=3)
     path = trainer.save(tmp_path / "state.pt")
     expected = state_of(trainer)["0.weight"].clone()
-    read = OpenFile.read
+    read = CheckpointFile.read
 
     def noted(file):
         loaded.append(weakref.ref((state := read(file))["models"][0]["0.weight"]))
         return state
 
-    monkeypatch.setattr(OpenFile, "read", noted)
+    monkeypatch.setattr(CheckpointFile, "read", noted)
     trainer.load(path)
     assert loaded[0]() is None  # the driver holds no copy
     trainer.train()

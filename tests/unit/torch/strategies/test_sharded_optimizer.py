@@ -281,7 +281,7 @@ def load_late(runner, state):
         patch.setattr(serialization, "_LARGE_BYTES", 0)
         packed = serialization.pack(state)
         with large_values.offering(packed, ["127.0.0.1"]) as address:
-            large = large_values.Incoming(address)
+            large = large_values.IncomingValue(address)
             runner.load_state_dict(large.value, large)
             large.close()
 
