@@ -161,7 +161,7 @@ class TorchCollectiveBackend(CollectiveBackend):
                 self._mesh = _mesh(context.world_rank, rendezvous.store.key)
         # Wait for all workers here: this wait can be interrupted, and its error names late ranks.
         address = None if self._mesh is None else self._mesh.address
-        mesh_addresses = _exchange(store, "here", context, address)
+        mesh_addresses = _all_gather(store, "here", context, address)
         before = listeners()
         # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
@@ -188,7 +188,7 @@ class TorchCollectiveBackend(CollectiveBackend):
         assert dist.group.WORLD is not None
         dist.group.WORLD.set_timeout(self._timeout)
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
-        opened = _exchange(store, "listening", context, sorted(listeners() - before))
+        opened = _all_gather(store, "listening", context, sorted(listeners() - before))
         self._listening = {tuple(address) for of_rank in opened for address in of_rank}
         if driver_host != LOOPBACK:
             self._links_at = 0.0
@@ -263,7 +263,7 @@ class TorchCollectiveBackend(CollectiveBackend):
         self._tcp_store = None
 
 
-def _exchange(store: Any, purpose: str, context: WorkerContext, value: Any) -> list[Any]:
+def _all_gather(store: Any, purpose: str, context: WorkerContext, value: Any) -> list[Any]:
     """Publish a value, wait for the values of all workers, and return these by rank."""
     keys = [f"{purpose}/{rank}" for rank in range(context.world_size)]
     store.set(keys[context.world_rank], json.dumps(value))

@@ -29,12 +29,12 @@ from raysgd.elastic.group_former import GroupFormer
 from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionMonitor
-from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed import SpeedMonitor
 from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
 from raysgd.elastic.supervisor import Supervisor
+from raysgd.elastic.worker_starter import WorkerStarter
 
 logger = logging.getLogger(__name__)
 
@@ -87,15 +87,15 @@ class Controller:
         self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(group), SpeedMonitor(group)
         self._commands = commands = Commands(group, record, self._check_open, timeout_s)
         self._preemption = preemption = PreemptionMonitor(group, record, supports_live_join)
-        self._scale_up = scale_up = ScaleUp(
+        self._starter = starter = WorkerStarter(
             group, elastic, record, policy, preemption, arguments, timeout_s
         )
         shares = ShareBalancer(group, elastic, record)
         self._former = GroupFormer(
-            group, record, policy, elastic, commands, scale_up, snapshots, shares, backend, on_start
+            group, record, policy, elastic, commands, starter, snapshots, shares, backend, on_start
         )
         self._supervisor = Supervisor(
-            group, record, commands, scale_up, preemption, snapshots, shares, speed
+            group, record, commands, starter, preemption, snapshots, shares, speed
         )
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
@@ -121,7 +121,7 @@ class Controller:
             return
         try:
             self.snapshots.replace_with()
-            self._scale_up.discard()
+            self._starter.discard()
         finally:
             try:
                 self._group.shutdown(force)
@@ -210,18 +210,18 @@ class Controller:
                     rank, cause = record.ranks.get(member, -1), cause_of(member, error)
                     record.add_event("lost", [member], cause=cause)
                     call.causes.append(f"worker {rank} on {member.name}: {cause}")
-                    self._scale_up.expect_replacement(member)
+                    self._starter.expect_replacement(member)
                     self._group.discard(member)
                 call.num_failures = self.state.budget.num_failures
             case state_machine.DiscardWorkers(why):
                 if why:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
                     logger.warning(text, why)
-                self._scale_up.discard()
+                self._starter.discard()
                 self._group.discard(*self.members)
             case state_machine.Fail(why, lost):
                 if lost:
-                    self._scale_up.advance_if_allowed()
+                    self._starter.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
                     record.set_progress(record.progress, self._supervisor.progress_before)
                 raise record.make_error(why, *next(iter(lost.items()), ()))
@@ -247,7 +247,7 @@ class Controller:
             self._supervisor.set_call(call)
             with self._aborting_on_error():
                 if len(self.members) < min_workers:
-                    self._scale_up.reset_failures()  # once per call, to limit the attempts
+                    self._starter.reset_failures()  # once per call, to limit the attempts
                 end = self._react(state_machine.CallRequested(budget=budget))
                 if isinstance(end, CallFailed | FormingFailed) and end.error:
                     raise end.error
@@ -299,7 +299,7 @@ class Controller:
                 num_vacant = sum(slot.is_ready for slot in self._group.find_vacant_slots())
                 if num_staying + num_vacant < self.min_workers:
                     return False
-            elif not self._scale_up.request_resources():
+            elif not self._starter.request_resources():
                 return False
             self._react(state_machine.StartRequested(min_workers=self.min_workers))
         return True

@@ -22,9 +22,9 @@ from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import GroupRecord, list_ranks
-from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.worker_starter import WorkerStarter
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class GroupFormer:
     _policy: policies.Policy
     _config: ElasticConfig
     _commands: Commands
-    _scale_up: ScaleUp
+    _starter: WorkerStarter
     _snapshots: SnapshotKeeper
     _share_balancer: ShareBalancer
     _backend: CollectiveBackend | None
@@ -64,7 +64,7 @@ class GroupFormer:
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
             return self._discard_pending(lost)
-        joining, leaving = self._scale_up.due_changes()
+        joining, leaving = self._starter.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
         if isinstance(event := self._discard_pending(lost), state_machine.WorkersLost):
             return event
@@ -116,7 +116,7 @@ class GroupFormer:
         leaving = [member for member in self._group.members if member not in entering]
         self._group.members[:] = entering
         self._record.ranks = {member: rank for rank, member in enumerate(entering)}
-        self._scale_up.forget_joined(joining)
+        self._starter.forget_joined(joining)
         seconds = self._group.clock.monotonic() - began
         self.collect_metrics(leaving)
         self._group.discard(*leaving)
@@ -141,7 +141,7 @@ class GroupFormer:
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.preempted())
         num_before = len(self._group.members)
         self._group.discard(*self._group.members)
-        self._scale_up.begin_start()
+        self._starter.begin_start()
         while not self._start_group(min_workers):
             pass  # the next attempt replaces the lost workers
         members = self._group.members
@@ -164,17 +164,17 @@ class GroupFormer:
         deadline, num_waits, enough_at = 0.0, 0, math.inf
         while True:
             self._commands.check_open()
-            self._scale_up.advance(starting)
-            if starting and (error := self._scale_up.error) is not None:
+            self._starter.advance(starting)
+            if starting and (error := self._starter.error) is not None:
                 if isinstance(error, WorkerLostError) and self._record.call.causes:
                     raise self._record.make_error(str(error), cause=error)
                 raise error
             now = self._group.clock.monotonic()
-            if num_members + len(self._scale_up.ready_workers()) >= min_workers:
+            if num_members + len(self._starter.ready_workers()) >= min_workers:
                 enough_at = min(enough_at, now)
-                if now >= enough_at + self._scale_up.grace_s():
+                if now >= enough_at + self._starter.grace_s():
                     return
-            is_short = num_members + self._scale_up.num_started() < min_workers
+            is_short = num_members + self._starter.num_started() < min_workers
             if is_short and now >= deadline and not self._group.notices.detect_ray_silence():
                 room = self._group.describe_demand()
                 if num_waits == self._config.max_attempts:
@@ -189,7 +189,7 @@ class GroupFormer:
     def _start_group(self, min_workers: int) -> bool:
         """Wait for workers, and form a group of them. Return whether none was lost."""
         self.await_workers(min_workers)
-        joining = self._scale_up.ready_workers()
+        joining = self._starter.ready_workers()
         _, lost = self._commands.probe_or_kill(joining)
         if lost:
             self._discard_pending(lost)
@@ -206,14 +206,14 @@ class GroupFormer:
         self._record.set_progress(progress)
         step, results = progress.position.global_step, self._record.call.leaving_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
-        self._scale_up.forget_joined(members)
+        self._starter.forget_joined(members)
         if not (self._policy.survivors_stay and self._config.grow):
-            self._scale_up.discard()  # late workers could never join
+            self._starter.discard()  # late workers could never join
         return True
 
     def _start_phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
         """Start a group, and yield the attempt of each phase."""
-        leader = None if self._scale_up.sets_up_together else 0
+        leader = None if self._starter.sets_up_together else 0
         if leader is not None:  # the other workers get the snapshot from the leader
             yield from self._load_snapshot(members[:1])
         yield self._join(members, leader)
@@ -242,14 +242,14 @@ class GroupFormer:
         _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
         self._discard_pending(attempt.lost | lost)
         if are_used:
-            self._scale_up.discard(members)
+            self._starter.discard(members)
         self._record.generation += 1  # a late interruption of this one must not reach later work
 
     # ---- both
 
     def _discard_pending(self, lost: state_machine.LostWorkers) -> state_machine.GroupEvent:
         """Discard lost pending workers. Return WorkersLost with lost members, or FormingFailed."""
-        members = {m: e for m, e in lost.items() if not self._scale_up.discard_failed(m, e)}
+        members = {m: e for m, e in lost.items() if not self._starter.discard_failed(m, e)}
         return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()
 
     def _join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
@@ -267,7 +267,7 @@ class GroupFormer:
         shares = self._share_balancer.configured_for(entering)
         entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
         if leader is None:
-            self._scale_up.record_set_up(entries)
+            self._starter.record_set_up(entries)
         rendezvous = None
         if self._backend is not None:
             rendezvous = self._backend.prepare([m.info.node_ip for m in entering])

@@ -24,10 +24,10 @@ from raysgd.elastic.commands import BUSY_TICK_S, Commands
 from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.preemption import PreemptionMonitor
-from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed import SpeedMonitor
+from raysgd.elastic.worker_starter import WorkerStarter
 from raysgd.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Supervisor:
     _group: ActorGroup
     _record: GroupRecord
     _commands: Commands
-    _scale_up: ScaleUp
+    _starter: WorkerStarter
     _preemption: PreemptionMonitor
     _snapshots: SnapshotKeeper
     _share_balancer: ShareBalancer
@@ -138,7 +138,7 @@ class Supervisor:
     def check_group(self) -> state_machine.GroupChecked:
         """Let the components check the group. Return the changes that are due."""
         self._advance({})
-        joining, leaving = self._scale_up.due_changes()
+        joining, leaving = self._starter.due_changes()
         return state_machine.GroupChecked(
             num_workers=len(self._group.members),
             num_joining=len(joining),
@@ -153,7 +153,7 @@ class Supervisor:
         """
         self._snapshots.request_newer(progress)
         self._preemption.observe(progress)
-        self._scale_up.advance_if_allowed()
+        self._starter.advance_if_allowed()
         self._share_balancer.observe(progress)
         self._speed.observe(progress)
 
@@ -299,7 +299,7 @@ class Supervisor:
         newest = None
         while attempt.is_running:
             self._commands.check_open()
-            is_busy = call.on_progress is not None or self._scale_up.num_started()
+            is_busy = call.on_progress is not None or self._starter.num_started()
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
             if attempt.collect(BUSY_TICK_S if is_busy else idle_s):
                 continue
@@ -314,7 +314,7 @@ class Supervisor:
                 raise CollectiveError(why)
             self._advance(progress)
             if call.can_pause and not self._commands.is_pausing:
-                is_urgent = any(self._scale_up.due_changes()) or self._preemption.must_save
+                is_urgent = any(self._starter.due_changes()) or self._preemption.must_save
                 if is_urgent or self._share_balancer.wants_change:
                     self._pause(attempt, progress, _LEAD_S if is_urgent else _LONG_LEAD_S)
         return newest

@@ -57,7 +57,7 @@ class OperatorRunner(Runner, ABC):
         position = train_state.saved_position()
         train_state.begin_generation(context)
         state = self._load_from_leader(leader_rank) if context.distributed else None
-        train_state.is_new = False
+        train_state.lacks_state = False
         if train_state.saved_position() != position:
             loop.source.end_iteration()  # otherwise, the next segment may continue it
         if not train_state.held_state.is_complete:
@@ -104,7 +104,7 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(state["batching"])
             if why := state["why_not_split"]:
                 train_state.micro_batching.refuse_split(why)
-        follows = not is_leader and (train_state.is_new or train_state.placement.replicates)
+        follows = not is_leader and (train_state.lacks_state or train_state.placement.replicates)
         loop.state_access.copy_from(leader_rank, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])

@@ -59,7 +59,7 @@ class TrainState(ABC):
         self.timers = TimerCollection()
         self.timers.enabled = False
         self.timing = StepTiming()
-        self.is_new = False  # joins the group, and does not have its state yet
+        self.lacks_state = False  # joins the group, and does not have its state yet
         self.position = Position(seed)
         # Of the segment in progress. `begin_segment` resets all but the first.
         self.segment: Any = None  # a `Segment`, whose file imports this one; None between segments
@@ -237,7 +237,7 @@ class TrainState(ABC):
         return 0
 
     def begin_generation(self, context: WorkerContext) -> None:
-        self.is_new = self.is_new or self.context.is_alone  # in the context that ends here
+        self.lacks_state = self.lacks_state or self.context.is_alone  # in the context that ends
         self.settings.context = context
         self.update.loss_weights.begin_generation()
         self.data.repartition()

@@ -95,7 +95,7 @@ class TorchStateAccess(StateAccess):
         train_state, lacks = self._train_state, follows
         group = self._registered.collectives
         # Do not read a large state if no other worker can have it.
-        if group.any_rank(follows and not train_state.is_new):
+        if group.any_rank(follows and not train_state.lacks_state):
             state = without_frozen(self.read(), self._frozen.digests_of_unchanged())
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]

@@ -76,7 +76,7 @@ class Chunks(IterableDataset[Chunk]):
             if can_seek(self.dataset):
                 ended = len(samples) < self._size
                 state = _END if ended else copy.deepcopy(self.dataset.state_dict())
-            digests = [digest(sample) for sample in samples]
+            digests = [checksum(sample) for sample in samples]
             content = samples if info is None else _pack(samples)
             yield Chunk(process, num_chunks, content, digests, state)
 
@@ -258,7 +258,7 @@ def _pack(samples: list[Any]) -> list[_Packed]:
     return packed
 
 
-def digest(value: Any, before: int = 0, in_object: bool = False) -> int:
+def checksum(value: Any, before: int = 0, in_object: bool = False) -> int:
     """Return a checksum of a sample that is equal in all processes.
 
     Of an object of another class, it has the name of the class, and the attributes in `__dict__`.
@@ -276,17 +276,17 @@ def digest(value: Any, before: int = 0, in_object: bool = False) -> int:
         return zlib.crc32(as_bytes(value.cpu()).numpy().tobytes(), before)
     if isinstance(value, Mapping):
         for key, item in value.items():
-            before = digest(item, digest(key, before), in_object)
+            before = checksum(item, checksum(key, before), in_object)
         return before
     if isinstance(value, list | tuple):
         if _SCALARS.issuperset(map(type, value)):
             return zlib.crc32(repr(value).encode(errors="surrogatepass"), before)
         for item in value:
-            before = digest(item, before, in_object)
+            before = checksum(item, before, in_object)
         return before
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         return zlib.crc32(value.tobytes(), zlib.crc32(repr(value.shape).encode(), before))
     if hasattr(value, "tobytes"):  # such as an image
         return zlib.crc32(value.tobytes(), before)
     before = zlib.crc32(kind.__qualname__.encode(), before)
-    return before if in_object else digest(getattr(value, "__dict__", {}), before, in_object=True)
+    return before if in_object else checksum(getattr(value, "__dict__", {}), before, in_object=True)

@@ -27,7 +27,7 @@ from raysgd.loop.evaluation import check_same_samples
 from raysgd.loop.sources import GeneratorFunction
 from raysgd.torch.input.sequential_source import SequentialSource
 from raysgd.torch.input.sources import MapStyleSource
-from raysgd.torch.input.stream_reading import digest
+from raysgd.torch.input.stream_reading import checksum
 from tests.conftest import examples
 from tests.operators import Classifier
 from tests.unit.torch.input.test_sources import wrap
@@ -504,15 +504,15 @@ def test_stream_that_is_shorter_than_the_position_is_an_error():
     ],
 )
 def test_digest_depends_on_the_content_only(make):
-    assert digest(make(1)) == digest(copy.deepcopy(make(1))) != digest(make(2))
+    assert checksum(make(1)) == checksum(copy.deepcopy(make(1))) != checksum(make(2))
 
 
 def test_digest_of_an_object_has_its_class_and_attributes():
-    assert digest([object()]) == digest([object()]) != digest([Numbers(1)])
-    assert digest(Numbers(1)) == digest(Numbers(1)) != digest(Numbers(2))
+    assert checksum([object()]) == checksum([object()]) != checksum([Numbers(1)])
+    assert checksum(Numbers(1)) == checksum(Numbers(1)) != checksum(Numbers(2))
     outer, inner = Numbers(1), Numbers(1)
     outer.inner, inner.outer = inner, outer
-    assert digest(outer) == digest(outer) != digest(inner)
+    assert checksum(outer) == checksum(outer) != checksum(inner)
 
 
 def test_loop_over_the_source_releases_samples():

@@ -40,7 +40,7 @@ Phase = Literal["come up", "start", "set up", "ready"]
 class PendingWorker:
     """A worker from its start until it joins the group."""
 
-    scale_up: ScaleUp
+    starter: WorkerStarter
     slot: AnySlot
     rank: int
     size: int
@@ -51,7 +51,7 @@ class PendingWorker:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.group = self.scale_up.group
+        self.group = self.starter.group
         self._phases = self._run_phases()
 
     def advance(self) -> None:
@@ -79,11 +79,11 @@ class PendingWorker:
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._wait_for(info, "come up", limit_s)
             handle.start_watching(info.result())
-        created = handle.submit_work(Worker.create, *self.scale_up.create_arguments)
-        together = self.scale_up.sets_up_together
+        created = handle.submit_work(Worker.create, *self.starter.create_arguments)
+        together = self.starter.sets_up_together
         entered = None if together else self._set_up(handle)  # the worker queues both
         yield from self._await_outcome(created, "start")
-        while self.scale_up.sets_up_together:
+        while self.starter.sets_up_together:
             self.phase = "ready"
             yield
         yield from self._await_outcome(entered or self._set_up(handle), "set up")
@@ -98,11 +98,11 @@ class PendingWorker:
             )
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
-        context = self.context = replace(self.context, generation=self.scale_up.record.generation)
+        context = self.context = replace(self.context, generation=self.starter.record.generation)
         return handle.submit_work(Worker.join_group, context, None, None, True)
 
     def _await_outcome(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
-        yield from self._wait_for(answer, phase, self.scale_up.timeout_s)
+        yield from self._wait_for(answer, phase, self.starter.timeout_s)
         outcome = answer.result()
         if outcome.kind != "ok":
             raise outcome.exception()
@@ -120,7 +120,7 @@ class PendingWorker:
 
 
 @dataclass(eq=False)
-class ScaleUp:
+class WorkerStarter:
     """Starts a worker for each vacant rank."""
 
     group: ActorGroup

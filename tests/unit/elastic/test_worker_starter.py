@@ -21,21 +21,21 @@ def world():
 def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
     """One without a process is the first, and its request for resources is given back."""
     controller = world.drive(2).controller
-    scale_up, notices = controller._scale_up, controller._group.notices._by_target
+    starter, notices = controller._starter, controller._group.notices._by_target
     notices |= dict.fromkeys(controller.members, Notice("a test"))
-    scale_up.advance()
+    starter.advance()
     *_, one, other = slots = world.reservations[0].slots
     one.index, other.index, world.room = other.index, one.index, 3  # there is room for the second
     world.sleep(1.0)
-    scale_up.advance()
+    starter.advance()
     *_, started = world.workers
     assert (len(slots), len(world.workers), started.slot) == (4, 3, other)
     notices.popitem()
-    scale_up.advance()
+    starter.advance()
     assert not started.dead
     assert one in world.reservations[0].slots
     notices.clear()
-    scale_up.advance()
+    starter.advance()
     assert started.dead
     assert one not in world.reservations[0].slots
 
@@ -52,7 +52,7 @@ def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after
     began = []
 
     def kill(member):
-        began.append((world.now, controller._scale_up.error))
+        began.append((world.now, controller._starter.error))
         member.start_s, life_s = 0.2, next(lives_s, None)
         if life_s == 0.0:
             member.die("OOM")  # while it comes up, which is another phase
@@ -158,9 +158,9 @@ def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
     controller = world.drive(4).controller
     every_new(world, home=WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
     world.room = 4
-    controller._scale_up.advance()
+    controller._starter.advance()
     world.workers[2].die("OOM")
-    controller._scale_up.advance()
+    controller._starter.advance()
     for rank, member in ((3, world.workers[3]), (2, world.workers[4])):
         ((context, rendezvous, leader, alone),) = setups(member)
         assert (rendezvous, leader, alone) == (None, None, True)
