@@ -386,9 +386,8 @@ def _send_if_large(packed: PackedValue, inbox: Address | None) -> PackedValue | 
 
 def _strip(error: BaseException) -> BaseException:
     """Remove the frames and causes of an exception, because they keep tensors and groups alive."""
-    bare = error.with_traceback(None)
-    bare.__cause__ = bare.__context__ = None
-    return bare
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _pack_error(error: BaseException) -> PackedValue:

@@ -80,8 +80,7 @@ class PendingWorker:
             yield from self._wait_for(info, "come up", limit_s)
             handle.start_watching(info.result())
         created = handle.submit_work(Worker.create, *self.starter.create_arguments)
-        together = self.starter.sets_up_together
-        entered = None if together else self._set_up(handle)  # the worker queues both
+        entered = None if self.starter.sets_up_together else self._set_up(handle)  # queues both
         yield from self._await_outcome(created, "start")
         while self.starter.sets_up_together:
             self.phase = "ready"
