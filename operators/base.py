@@ -15,7 +15,7 @@ from raysgd._internal.arguments import closest_name
 from raysgd._internal.config import BATCH_SIZE
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch import TrainingOperator
-from raysgd.torch.precision import in_full_precision
+from raysgd.torch.precision import to_full_precision
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ class SupervisedOperator(ConfiguredOperator):
         batch = self.to_device(batch)
         with self.autocast():
             output, target = self.predict(batch)
-            losses = self.losses(in_full_precision(output), target)
+            losses = self.losses(to_full_precision(output), target)
             counted = self._count_loss(batch, len(target))
             total = losses.sum()
             count = losses.numel() if counted.num_items is None else counted.num_items
@@ -278,7 +278,7 @@ class SupervisedOperator(ConfiguredOperator):
         batch = self.to_device(batch)
         with self.timers.record("eval_fwd"), self.autocast():
             output, target = self.predict(batch)
-            output = in_full_precision(output)
+            output = to_full_precision(output)
             losses = self.validation_losses(output, target)
         num_items = self.num_items(batch)
         count = losses.numel() if num_items is None else num_items
@@ -289,7 +289,7 @@ class SupervisedOperator(ConfiguredOperator):
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         with self.autocast():
-            return in_full_precision(self.predict(self.to_device(batch))[0])
+            return to_full_precision(self.predict(self.to_device(batch))[0])
 
 
 def _add_prefix(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:

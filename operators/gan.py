@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.operators.base import ConfiguredOperator, evaluating
-from raysgd.torch.precision import in_full_precision
+from raysgd.torch.precision import to_full_precision
 
 
 class GAN(ConfiguredOperator):
@@ -114,14 +114,14 @@ class GAN(ConfiguredOperator):
         smoothing, count = self.options["label_smoothing"], len(real)
         with self.autocast():
             fake = self.generator(self.noise(count))
-            on_real = in_full_precision(self.discriminator(real))
+            on_real = to_full_precision(self.discriminator(real))
             loss_real = _loss(on_real, 1 - smoothing)
         # Use separate passes: normalization layers must not mix real and generated samples, and a
         # layer that changes its buffers needs its backward pass before the next forward pass.
         counted = self._count_loss(batch, count)
         self.backward(loss_real, num_samples=counted)
         with self.autocast():
-            on_fake = in_full_precision(self.discriminator(fake.detach()))
+            on_fake = to_full_precision(self.discriminator(fake.detach()))
             loss_fake = _loss(on_fake, 0.0)
         self.backward(loss_fake, num_samples=counted)
         self.optimizer_step(self.discriminator_optimizer)
@@ -133,7 +133,7 @@ class GAN(ConfiguredOperator):
                 stack.callback(parameter.requires_grad_, parameter.requires_grad)
                 parameter.requires_grad_(False)
             with self.autocast():
-                loss = _loss(in_full_precision(judge(fake)), 1.0)
+                loss = _loss(to_full_precision(judge(fake)), 1.0)
             self.backward(loss, num_samples=counted)
         self.optimizer_step(self.generator_optimizer)
         return {
@@ -150,8 +150,8 @@ class GAN(ConfiguredOperator):
         noise = self.noise(len(real), torch.Generator().manual_seed(seed))
         with self.timers.record("eval_fwd"), self.autocast():
             fake = self.generator(noise)
-            on_real = in_full_precision(self.discriminator(real))
-            on_fake = in_full_precision(self.discriminator(fake))
+            on_real = to_full_precision(self.discriminator(real))
+            on_fake = to_full_precision(self.discriminator(fake))
         right = ((on_real > 0).double().mean() + (on_fake <= 0).double().mean()) / 2
         self.update_metrics(fake, real)
         return {
@@ -171,7 +171,7 @@ class GAN(ConfiguredOperator):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         model = self.unwrapped(self.generator)
         with evaluating(model), self.autocast():
-            made: torch.Tensor = in_full_precision(model(self.noise(num_samples, generator)))
+            made: torch.Tensor = to_full_precision(model(self.noise(num_samples, generator)))
         return made.cpu()
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from raysgd.metrics import Sums, ratio
 from raysgd.operators.base import SupervisedOperator, evaluating
-from raysgd.torch.precision import in_full_precision
+from raysgd.torch.precision import to_full_precision
 
 
 class LanguageModel(SupervisedOperator):
@@ -125,7 +125,7 @@ class LanguageModel(SupervisedOperator):
             for _ in range(num_tokens):
                 seen = torch.tensor([text[-self.options["sequence_length"] :]]).to(self.device)
                 output = model(seen)
-                scores = in_full_precision(getattr(output, "logits", output)[0, -1]).cpu()
+                scores = to_full_precision(getattr(output, "logits", output)[0, -1]).cpu()
                 if temperature == 0:
                     text.append(int(scores.argmax()))
                     continue

@@ -13,7 +13,7 @@ from raysgd._internal.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, values_of
 from raysgd.torch import TrainingOperator
 from raysgd.torch.interop.logged_metrics import MergedStates, copy_without_sync, nested_metrics
-from raysgd.torch.precision import in_full_precision
+from raysgd.torch.precision import to_full_precision
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -82,7 +82,7 @@ class WithMetrics(TrainingOperator):
 
         Override this method if the metrics need other inputs, such as probabilities or labels.
         """
-        output = in_full_precision(output)
+        output = to_full_precision(output)
         for metric in self.validation_metrics.values():
             metric.update(output, target)
 

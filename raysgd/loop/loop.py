@@ -192,7 +192,7 @@ class Loop:
         after_commit: list[Callable[[], None]] = []
         if self.snapshots.takes_between_steps:
             after_commit.append(self.snapshots.take_if_due)
-        if request.until_nan:
+        if request.ends_at_nan:
             after_commit.append(self._end_at_bad_loss)
         steps_left, agree_on_batch = self._agree_on_data()
         pauses = [n for n in (request.callback_pause_step, self._next_log_step) if n is not None]

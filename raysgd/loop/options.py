@@ -83,7 +83,7 @@ class Options(ABC):
             num_parts = self.layout.num_full_parts(num_workers)
             config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], num_parts, argument)
         check_choice(self.trainer_name, "use_gpu", self.use_gpu, (True, False, "auto"))
-        check_choice(self.trainer_name, "backend", self.backend, self.backends())
+        check_choice(self.trainer_name, "backend", self.backend, self.allowed_backends())
         check_choice(self.trainer_name, "use_fp16", self.use_fp16, self.precisions)
         check_flags(self.trainer_name, **{name: getattr(self, name) for name in self.flags})
         check_timeout(self.trainer_name, self.timeout_s)
@@ -121,7 +121,7 @@ class Options(ABC):
     # ---- for subclasses
 
     @abstractmethod
-    def backends(self) -> tuple[str, ...]: ...
+    def allowed_backends(self) -> tuple[str, ...]: ...
 
     @abstractmethod
     def has_gpus(self) -> bool:

@@ -33,7 +33,7 @@ class TFOptions(Options):
         """Whether a worker uses TensorFlow before ``setup``, to form its group."""
         return self.use_horovod
 
-    def backends(self) -> tuple[str, ...]:
+    def allowed_backends(self) -> tuple[str, ...]:
         return ("gloo", "horovod", "tensorflow")
 
     def has_gpus(self) -> bool:

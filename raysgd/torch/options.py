@@ -154,7 +154,7 @@ class TorchOptions(Options):
                 "worker trains at least one shard. Pass at most as many workers as shards."
             )
 
-    def backends(self) -> tuple[str, ...]:
+    def allowed_backends(self) -> tuple[str, ...]:
         return ("auto", *(name for name in backend_names() if name != "tensorflow"))
 
     def has_gpus(self) -> bool:

@@ -34,7 +34,7 @@ class CallResult(NamedTuple):
     results: list[dict[str, Any]]
     """Metrics with their weights by rank, then those of workers that have left."""
     merged: dict[str, Any]
-    completed_epoch: bool
+    has_completed_epoch: bool
     last_call: LastCall
 
     @property
@@ -126,7 +126,7 @@ class Dispatcher:
             until_step=position.global_step if position.in_epoch else None,
             callback_pause_step=None,
             log_every=None,
-            until_nan=False,
+            ends_at_nan=False,
         )
         return Call(request=request, has_batches=True, can_pause=True)
 
@@ -137,7 +137,7 @@ class Dispatcher:
         num_steps: int | None,
         max_retries: int,
     ) -> CallResult:
-        request, self._train_start = replace(request, until_nan=self._ends_at_nan), None
+        request, self._train_start = replace(request, ends_at_nan=self._ends_at_nan), None
         call = Call(
             request=request,
             make_request=partial(self._make_train_request, request, num_steps),

@@ -172,9 +172,9 @@ class FitLoop:
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
         self._results = [(metrics, result.last_call)]
-        hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
+        hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
         self.dispatcher.report(hook, trainer, metrics, result.last_call)
-        if result.completed_epoch and not self.is_validation_due:
+        if result.has_completed_epoch and not self.is_validation_due:
             self._report_result(trainer)
 
     def validate(

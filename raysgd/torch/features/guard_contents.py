@@ -160,7 +160,7 @@ class ReplicaContents:
                 yield from _optimizer_contents(*own)
         for index, scheduler in enumerate(registered.schedulers if self._keeps_all_equal else ()):
             yield from _contents_in(f"schedulers[{index}]", scheduler.state_dict())
-        yield from _contents_in("scaler", registered.precision.scale_tensors())
+        yield from _contents_in("scaler", registered.precision.scaler_tensors())
         yield from _contents_in("averages", self._averaging.averages)
         for name, modules in ("models", registered.models), ("criteria", registered.criteria):
             for index, module in enumerate(modules if is_new else ()):

@@ -48,7 +48,7 @@ class TorchMicroBatching(MicroBatching):
 
     def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
-        unsplit = [(in_own_containers(batch), micro_batch)]
+        unsplit = [(copy_containers(batch), micro_batch)]
         self._num_samples = micro_batch.num_samples or 0
         if self.split == 1 or not (may_split and self._settings.options.split_on_oom):
             return unsplit
@@ -59,8 +59,8 @@ class TorchMicroBatching(MicroBatching):
         if num_filled + repeats == 1:
             return unsplit
         spans = [part_bounds(max(rows, 1), num_filled, index) for index in range(num_filled)]
-        batches = [rows_of(batch, *span) if rows else in_own_containers(batch) for span in spans]
-        batches += [in_own_containers(batches[-1]) for _ in range(repeats)]
+        batches = [rows_of(batch, *span) if rows else copy_containers(batch) for span in spans]
+        batches += [copy_containers(batches[-1]) for _ in range(repeats)]
         sizes = [stop - first for first, stop in spans] + [0] * repeats
         return list(zip(batches, micro_batch.split(sizes), strict=True))
 
@@ -150,7 +150,7 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
     return map_batch(batch, lambda leaf: None if leaf is None else leaf[start:stop])
 
 
-def in_own_containers(batch: Any) -> Any:
+def copy_containers(batch: Any) -> Any:
     """Return a copy of the containers of a batch, with the same tensors and other objects."""
     try:
         return map_batch(batch, lambda leaf: leaf)

@@ -19,7 +19,7 @@ from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import PartitionedSource, length_of
 from raysgd.data.stream import GroupedStream, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
-from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_seek, in_processes, name_of
+from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_seek, name_of, with_chunks
 
 
 class SequentialSource(PartitionedSource):
@@ -38,11 +38,11 @@ class SequentialSource(PartitionedSource):
     epoch_samples = 0
 
     def __init__(self, loader: Any, *, seed: int, **partition_arguments: Any) -> None:
-        self._collates, self._seed = has_samples(loader), seed
+        self._collates, self._seed = collates_stream(loader), seed
         self._dataset: Any = loader.dataset if self._collates else loader
         size, drop_last = (loader.batch_size, loader.drop_last) if self._collates else (None, False)
         super().__init__(loader, known_length(loader), size, bool(drop_last), **partition_arguments)
-        self.knows_sizes = self._collates and keeps_samples(loader)
+        self.knows_sizes = self._collates and keeps_all_samples(loader)
         self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
         resumes = can_seek(self._dataset)
         self.who_reads = (
@@ -191,7 +191,7 @@ class SequentialSource(PartitionedSource):
         first = 0 if mark is None else mark["turn"]
         chunks: Any = Chunks(self._dataset, self._chunk_size, seed, starts, first)
         if num_processes:
-            chunks = self._iteration = iter(in_processes(self.loader, chunks, seed))
+            chunks = self._iteration = iter(with_chunks(self.loader, chunks, seed))
         self._buffer = StreamBuffer(chunks, starts, mark)
         self._reading = epoch, self._seed
 
@@ -210,12 +210,12 @@ class SequentialSource(PartitionedSource):
             raise
 
 
-def keeps_samples(loader: DataLoader[Any]) -> bool:
+def keeps_all_samples(loader: DataLoader[Any]) -> bool:
     """Return whether each batch surely has all its samples. A collate_fn of users may drop some."""
     return loader.batch_size is not None and loader.collate_fn is default_collate
 
 
-def has_samples(loader: Any) -> bool:
+def collates_stream(loader: Any) -> bool:
     """Return whether a DataLoader collates batches from the samples of an IterableDataset."""
     return (
         isinstance(loader, DataLoader)

@@ -56,8 +56,8 @@ from raysgd.torch.input.orders import (
 )
 from raysgd.torch.input.sequential_source import (
     SequentialSource,
-    has_samples,
-    keeps_samples,
+    collates_stream,
+    keeps_all_samples,
     known_length,
 )
 
@@ -71,7 +71,7 @@ class TorchSources(DataSources):
         if options.layout.has_fixed_parts:
             for name, source in self._sources.items():
                 _check_equal_bits(name, source)
-        for loader in filter(has_samples, (train_loader, validation_loader)):
+        for loader in filter(collates_stream, (train_loader, validation_loader)):
             if loader.persistent_workers and not hasattr(loader.dataset, "set_epoch"):
                 self._settings.warn_once(
                     "persistent",
@@ -139,7 +139,7 @@ class MapStyleSource(PartitionedSource):
         super().__init__(loader, total, size, bool(loader.drop_last), **partition_arguments)
         self._assigns_batches = makes_own_batches(loader)
         self.reseed(seed)
-        self.knows_sizes = keeps_samples(loader)
+        self.knows_sizes = keeps_all_samples(loader)
         # An item of a `raysgd.data.Dataset` can have several rows.
         self._collates = loader.batch_size is not None and loader.collate_fn != collate_samples
         self._tensors = None if self._assigns_batches else _tensors_of(loader)

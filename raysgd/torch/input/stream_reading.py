@@ -214,7 +214,7 @@ def _has_buffer(examples: Any) -> bool:
     return "BufferShuffled" in name or any(_has_buffer(i) for i in inner if i is not None)
 
 
-def in_processes(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoader[Any]:
+def with_chunks(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoader[Any]:
     """Return a copy of a loader whose processes read `chunks`."""
     return clone(
         with_dataset(loader, chunks),

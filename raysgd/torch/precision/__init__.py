@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from raysgd.torch.precision.apex import ApexAmp
-from raysgd.torch.precision.base import Precision, in_full_precision
+from raysgd.torch.precision.base import Precision, to_full_precision
 from raysgd.torch.precision.native import NativeAmp
 
-__all__ = ["PRECISIONS", "Precision", "in_full_precision"]
+__all__ = ["PRECISIONS", "Precision", "to_full_precision"]
 
 PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precision]] = {
     False: Precision,

@@ -53,7 +53,7 @@ class Precision(UpdateFeature):
         """Add the gradients of `loss`. An update may follow if it `is_last`."""
         loss.backward()
 
-    def scale_tensors(self) -> Any:
+    def scaler_tensors(self) -> Any:
         """Return what the workers must have in common, with tensors on their device."""
         return ()
 
@@ -68,7 +68,7 @@ class Precision(UpdateFeature):
         optimizer.step()
 
 
-def in_full_precision(value: Any) -> Any:
+def to_full_precision(value: Any) -> Any:
     """Convert a tensor of 16-bit floats to float32. Return other values unchanged."""
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_half else value

@@ -42,7 +42,7 @@ class NativeAmp(Precision):
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def scale_tensors(self) -> Any:
+    def scaler_tensors(self) -> Any:
         if (scaler := self.scaler) is None:
             return ()
         if scaler._scale is None:

@@ -137,7 +137,7 @@ class EqualBitsExchange(GroupExchange):
 
     def begin_update(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""
-        self._scales = [t.clone() for t in self._precision.scale_tensors()]
+        self._scales = [t.clone() for t in self._precision.scaler_tensors()]
 
     def begin_micro_batch(self, update: Update) -> None:
         owned = self._registered.data.training_source.partition.owned_parts
@@ -172,7 +172,7 @@ class EqualBitsExchange(GroupExchange):
 
     def roll_back(self, update: Update) -> None:
         if update.optimizer_steps.counts:
-            for scale, before in zip(self._precision.scale_tensors(), self._scales, strict=True):
+            for scale, before in zip(self._precision.scaler_tensors(), self._scales, strict=True):
                 scale.copy_(before)
         self._clear()
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from raysgd._internal.arguments import check_choice, check_flags
 from raysgd._internal.nested import map_leaves
-from raysgd.torch.precision import PRECISIONS, Precision, in_full_precision
+from raysgd.torch.precision import PRECISIONS, Precision, to_full_precision
 from raysgd.train.session import get_context, world_size
 from raysgd.train.torch.prepared_loader import PreparedLoader
 from raysgd.train.worker_session import num_collectives, process_state
@@ -276,7 +276,7 @@ def _in_autocast(
     precision: Precision, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with precision.autocast():
-        return map_leaves(forward(*args, **kwargs), in_full_precision)
+        return map_leaves(forward(*args, **kwargs), to_full_precision)
 
 
 class TorchAccelerator:
