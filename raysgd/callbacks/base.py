@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from raysgd._internal.progress import BarStatus
 from raysgd._internal.values import jsonable, numbers_in
+from raysgd.checkpoint.location import Location
 from raysgd.elastic.events import Event
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
@@ -71,6 +72,10 @@ class Callback:
     of workers that cannot be replaced."""
     stops_at_nan: bool = False
     """Whether ``train()`` ends in a step whose loss is not finite, and logs no warning."""
+
+    def folder_in(self, logdir: Path | None) -> Location | None:
+        """Return the folder of a trainer in which only this callback may save, or None."""
+        return None
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Handle the start of ``fit()``, or else of the first ``train()`` or ``validate()``."""

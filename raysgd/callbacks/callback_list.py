@@ -14,7 +14,6 @@ from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.paths import as_path, without_secrets
 from raysgd._internal.progress import BarStatus
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.file_loggers import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.report import RunReport
@@ -129,8 +128,8 @@ class CallbackList:
         """
         with contextlib.ExitStack() as ending:
             for callback in () if self._depth else self:
-                if isinstance(callback, CheckpointCallback):
-                    folder = os.path.realpath(callback.folder_in(trainer.logdir).name)
+                if (location := callback.folder_in(trainer.logdir)) is not None:
+                    folder = os.path.realpath(location.name)
                     if _SAVING.setdefault(folder, self) is not self:
                         raise ValueError(_SHARED.format("Two trainers", folder))
                     ending.callback(_SAVING.pop, folder, None)
@@ -321,8 +320,8 @@ def as_callbacks(
                 f"{type(callback).__name__} needs a folder. Pass a folder for the run to the "
                 "trainer: logdir='runs/1'."
             )
-    saving = [each for each in (*attached, *checked) if isinstance(each, CheckpointCallback)]
-    folders = [each.folder_in(logdir) for each in saving]
+    found = [each.folder_in(logdir) for each in (*attached, *checked)]
+    folders = [folder for folder in found if folder is not None]
     if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
         raise ValueError(_SHARED.format(f"{caller}: two CheckpointCallbacks", folders[-1].label))
     return checked

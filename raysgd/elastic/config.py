@@ -46,7 +46,6 @@ class ElasticConfig:
     global_batch: Literal["keep", "scale"] = "keep"
     """``"keep"``: steps have the global batch size of the full group. ``"scale"``: steps have one
     batch for each present worker."""
-
     shares: Literal["even", "measured"] | Mapping[str, float] = "even"
     """How the workers share the global batch. ``"even"``: equally. ``"measured"``: in proportion to
     the samples that each computes per second (`TorchTrainer` only). A mapping: relative shares by

@@ -8,7 +8,6 @@ from typing import Literal
 
 __all__ = ["Event", "EventKind"]
 
-
 EventKind = Literal[
     "started",
     "lost",

@@ -23,7 +23,6 @@ from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-
 _CHANGE_S = 10.0
 """Seconds that a call waits for the snapshot of a change. Large states arrive later."""
 

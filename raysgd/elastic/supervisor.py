@@ -38,7 +38,6 @@ _LEAD_S = 0.1
 """Seconds between the request of a pause and the pause."""
 _LONG_LEAD_S = 1.0
 """The same time for new shares, which are not urgent. A late request costs a new generation."""
-
 _STANDSTILL_S = 60.0
 """Seconds without a finished batch after which to log the stacks of all workers."""
 _STACKS_S = 2.0
