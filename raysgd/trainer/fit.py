@@ -201,7 +201,9 @@ class FitLoop:
             if result.last_call.is_complete:  # otherwise the user looks at some batches
                 self._results[1:] = [(result.merged, result.last_call)] if self._results else []
             try:
-                self.dispatcher.report("on_validation_end", trainer, result.merged, result.last_call)
+                self.dispatcher.report(
+                    "on_validation_end", trainer, result.merged, result.last_call
+                )
             finally:  # also after Ctrl-C in a callback
                 self.validation_names.update(result.merged)
                 if len(self._results) > 1:
