@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -47,34 +48,24 @@ def test_the_ends_of_each_range_are_allowed(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "says"),
+    ("error", "name", "values", "says"),
     [
-        ("max_attempts", (0,), "must be"),
-        ("initial_s", (-0.1, math.inf, math.nan), "must be"),
-        ("max_s", (-1, math.inf, math.nan), "must be"),
-        ("resize_cooldown_s", (-1, math.inf, math.nan), "must be"),
-        ("driver_grace_s", (-1, math.inf, math.nan), "must be"),
-        ("snapshot_every", (0, -5), "must be"),
-        ("snapshot_every", ("step", "EPOCH"), 'must be "auto", "epoch", a number of steps, or No'),
-        ("global_batch", ("keeps", None), "must be"),
+        (ValueError, "max_attempts", (0,), "must be"),
+        (ValueError, "initial_s", (-0.1, math.inf, math.nan), "must be"),
+        (ValueError, "max_s", (-1, math.inf, math.nan), "must be"),
+        (ValueError, "resize_cooldown_s", (-1, math.inf, math.nan), "must be"),
+        (ValueError, "driver_grace_s", (-1, math.inf, math.nan), "must be"),
+        (ValueError, "snapshot_every", (0, -5), "must be"),
+        (ValueError, "snapshot_every", ("step",), 'must be "auto", "epoch", a number of steps, or'),
+        (ValueError, "global_batch", ("keeps", None), "must be"),
+        (TypeError, "max_attempts", (None, 1.5, "1", True), "must be"),
+        (TypeError, "initial_s", (None, "1", True, [1.0], 1j), "must be"),
+        (TypeError, "grow", (None, 1), "must be"),
+        (TypeError, "snapshot_every", (True, 2.5, [3], b"epoch"), "must be"),
     ],
 )
-def test_a_value_out_of_its_range_is_an_error(name, values, says):
+def test_a_value_that_is_not_allowed_is_an_error(error, name, values, says):
     for value in values:
-        with pytest.raises(ValueError, match=rf"ElasticConfig\({name}={value!r}\): {says}"):
-            ElasticConfig(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("max_attempts", (None, 1.5, "1", True)),
-        ("initial_s", (None, "1", True, [1.0], 1j)),
-        ("grow", (None, 1)),
-        ("snapshot_every", (True, 2.5, [3], b"epoch")),
-    ],
-)
-def test_a_value_of_another_type_is_an_error(name, values):
-    for value in values:
-        with pytest.raises(TypeError, match=rf"ElasticConfig\({name}=.*\): must be"):
+        said = re.escape(f"ElasticConfig({name}={value!r}): {says}")
+        with pytest.raises(error, match=said):
             ElasticConfig(**{name: value})

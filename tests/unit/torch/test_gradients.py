@@ -477,18 +477,15 @@ def test_update_equals_that_of_one_process(workers, case):
     torch.testing.assert_close(first, case.expected(), atol=1e-14, rtol=1e-13)
 
 
-@pytest.mark.parametrize(("how", "at"), [({"at": 0}, 1), ({}, 2), ({"runs": True}, 2)])
-def test_batch_that_one_worker_skips_is_an_error_in_that_step(workers, how, at):
-    _, (message, is_unchanged) = workers(Case(partial(skips, **how), num_steps=at))
+@pytest.mark.parametrize(
+    ("step", "num_models", "at"),
+    [(partial(skips, at=0), 1, 1), (skips, 1, 2), (partial(skips, runs=True), 1, 2)]
+    + [(partial(in_turn, at=1, skipped=each), 2, 2) for each in (0, 1)],
+)
+def test_what_one_worker_skips_is_an_error_in_that_step(workers, step, num_models, at):
+    _, (message, is_unchanged) = workers(Case(step, num_models=num_models, num_steps=at))
     assert "self.backward(loss, num_samples=0)" in message
     assert is_unchanged == (at == 1)
-
-
-@pytest.mark.parametrize("skipped", [0, 1])
-def test_model_that_one_worker_skips_is_an_error_in_that_step(workers, skipped):
-    step = partial(in_turn, at=1, skipped=skipped)
-    _, (message, _) = workers(Case(step, num_models=2, num_steps=2))
-    assert "self.backward(loss, num_samples=0)" in message
 
 
 @pytest.mark.parametrize("step", [task_by_task, surgery, own_gradients, without_sync, None])

@@ -41,18 +41,15 @@ def test_all_callbacks_finish_a_failed_run_and_its_error_is_raised(error, caplog
 
 
 @pytest.mark.parametrize("error", [KeyError("disk full"), KeyboardInterrupt()])
-def test_an_error_while_finishing_fails_the_run(error):
-    callbacks = [Recorder(), Recorder(finish_error=error), Recorder()]
+@pytest.mark.parametrize(
+    ("when", "failed"),
+    [("finish_error", [True, False, False]), ("start_error", [True, True, None])],
+)
+def test_an_error_of_a_callback_fails_the_run_and_finishes_all_that_began(error, when, failed):
+    callbacks = [Recorder(), Recorder(**{when: error}), Recorder()]
     with pytest.raises(type(error)), CallbackHandler(callbacks).run(Path(), {}):
-        pass
-    assert [callback.failed for callback in callbacks] == [True, False, False]
-
-
-def test_a_callback_that_cannot_start_is_finished_with_those_before_it():
-    callbacks = [Recorder(), Recorder(start_error=OSError("disk full")), Recorder()]
-    with pytest.raises(OSError, match="disk full"), CallbackHandler(callbacks).run(Path(), {}):
-        pytest.fail("the run must not begin")
-    assert [callback.failed for callback in callbacks] == [True, True, None]
+        assert when == "finish_error"
+    assert [callback.failed for callback in callbacks] == failed
 
 
 def test_each_callback_gets_its_own_copy_of_the_results():
