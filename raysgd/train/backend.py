@@ -249,6 +249,7 @@ class BackendExecutor:
             iteration = manifest.global_step
         elif checkpoint is not None:
             checkpoints.blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
+        checkpoints.iteration = iteration
         spec = self._make_spec(train_func, run_dir, metadata)
         spec = replace(spec, checkpoint=checkpoints.blob, iteration=iteration, name=name)
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
@@ -290,6 +291,7 @@ class BackendExecutor:
                 if self.checkpoints.save(results):
                     run.spec = replace(run.spec, checkpoint=self.checkpoints.blob, iteration=number)
                 if run.growth.observe(results[0]):
+                    self.checkpoints.iteration = number
                     run.spec = replace(run.spec, iteration=number)
                     run.controller.grow()
                 if results[0].kind == "end":

@@ -55,6 +55,8 @@ class RunCheckpoints(CheckpointFolder):
         self.number = number
         self.blob: bytes | None = None
         """The newest checkpoint, pickled."""
+        self.iteration = 0
+        """Number of reports up to the newest checkpoint."""
         self.has_saved = False  # or restored
 
     def restore(self) -> Manifest | None:
@@ -121,7 +123,7 @@ class RunCheckpoints(CheckpointFolder):
             self._manifests[name] = manifest
             self._remove_surplus(name)
         self.number += 1
-        self.blob, self.has_saved = blob, True
+        self.blob, self.has_saved, self.iteration = blob, True, result.iteration
         score = self._monitor
         if self._keep != 0 and score is not None and score not in result.numbers:
             raise ValueError(

@@ -8,7 +8,6 @@ final step repeats that report and asks Tune to save the checkpoint.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ class FunctionTrainable(Trainable):
         """Start the workers. The first `step` starts the function, because Tune may load first."""
         self._trainer = self.trial_trainer(config)
         self._trainer.setup()
-        self._loaded: dict[str, Any] | None = None  # the checkpoint that the function starts from
-        self._num_reported = 0
         self._last_report: dict[str, Any] = {}
         self._start_workers()
 
@@ -56,36 +53,35 @@ class FunctionTrainable(Trainable):
     def step(self) -> dict[str, Any]:
         """Wait for the next reports, and return the report of worker 0."""
         if self._reports is None:
-            start: dict[str, Any] = {} if self._loaded is None else {"checkpoint": self._loaded}
-            start |= {"iteration": self._num_reported, "name": self.trial_name or ""}
+            loaded, state = self._executor.checkpoints, self._executor.latest_checkpoint
+            start: dict[str, Any] = {} if state is None else {"checkpoint": state}
+            start |= {"iteration": loaded.iteration, "name": self.trial_name or ""}
             self._reports = self._trainer.reports(self._executor, Path(self.logdir or ""), **start)
-        checkpoint_id = self._executor.latest_checkpoint_id
+        number = self._executor.latest_checkpoint_id
         results = next(self._reports, None)
-        is_saved = self._executor.latest_checkpoint_id != checkpoint_id
-        saved = {SHOULD_CHECKPOINT: True} if is_saved else {}
+        saved = {SHOULD_CHECKPOINT: True} if number != self._executor.latest_checkpoint_id else {}
         if results is None:
             # Tune ignores the checkpoint of a result that is marked as a duplicate. Without any
             # report, there is no result to duplicate.
-            if saved or not self._num_reported:
+            if saved or not (self._last_report or self._executor.checkpoints.iteration):
                 return {**self._last_report, DONE: True, **saved}
             return {RESULT_DUPLICATE: True, DONE: True}
-        self._num_reported += 1
         self._last_report = results[0]
         return {**self._last_report, **saved}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        blob = self._executor.checkpoints.blob or cloudpickle.dumps(self._loaded)
-        path = Path(checkpoint_dir, CHECKPOINT)
-        write_pickle(blob, path, Manifest(global_step=self._num_reported))
+        newest, path = self._executor.checkpoints, Path(checkpoint_dir, CHECKPOINT)
+        blob = newest.blob or cloudpickle.dumps(None)
+        write_pickle(blob, path, Manifest(global_step=newest.iteration))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Make the next step start the function from the output of `save_checkpoint`."""
-        blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
-        self._num_reported = 0 if manifest is None else manifest.global_step
-        self._loaded = pickle.loads(blob)
         if self._reports is not None:  # the trial takes over the state of another
             self.cleanup()
             self._start_workers()
+        loaded = self._executor.checkpoints
+        loaded.blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
+        loaded.iteration = 0 if manifest is None else manifest.global_step
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()
