@@ -193,8 +193,8 @@ class TrainWorkerGroup(list["HostedWorker"]):
     ) -> None:
         hosted_id = uuid.uuid4().hex
         self._executor = executor
+        executor.run(partial(_create_hosted, hosted_id, train_cls, args, dict(kwargs)))
         group: WorkerGroup = executor.worker_group
-        group.execute(_create_hosted, hosted_id, train_cls, args, dict(kwargs))
         super().__init__(HostedWorker(worker.actor, hosted_id) for worker in group.workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
