@@ -148,9 +148,8 @@ class MapStyleSource(PartitionedSource):
     @property
     def partition(self) -> EpochPartition:
         """This worker's part, for the current length of the sampler."""
-        if self._partition.epoch_size != (size := len(self.order_sampler)):
-            self._partition = replace(self._partition, epoch_size=size)
-        return self._partition
+        newest, size = self._partition, len(self.order_sampler)
+        return newest if newest.epoch_size == size else replace(newest, epoch_size=size)
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
@@ -163,7 +162,7 @@ class MapStyleSource(PartitionedSource):
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         order = self._order_of(epoch, offset)  # first, because the length may depend on the epoch
-        partition = self.partition
+        partition = self._partition = self.partition
         if offset:
             self.epoch_order.check_saved(epoch)
         spans, same_spans = itertools.tee(partition.spans(offset, num_steps))
