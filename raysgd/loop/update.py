@@ -327,7 +327,7 @@ class LossWeights:
         """Forget the expected total, because new workers must use the same number."""
         self.expected_total = None
 
-    def set_num_items(self, num_items: float) -> None:
+    def skip_step_without_items(self, num_items: float) -> None:
         """Skip the next step of an optimizer if the exchange has counted no items."""
         self.divisor = (self.divisor or 1.0) if num_items else 0.0
 

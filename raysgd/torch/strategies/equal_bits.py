@@ -224,7 +224,7 @@ class EqualBitsExchange(GroupExchange):
         if update.loss_weights.counted_items is not None:
             *total, count = total
             num_items = count.item()
-            update.loss_weights.set_num_items(num_items)
+            update.loss_weights.skip_step_without_items(num_items)
             if num_items:
                 multiply_all(total, (update.plan.total_samples or 1) / num_items)
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):
