@@ -32,7 +32,7 @@ class UpdateFeature:
     `RegisteredObjects`:
 
     - The methods of the update. It may exchange held metrics, call `mark_bad` before an update that
-      must not be applied, begin and end steps in `optimizer_steps`, and call `record_damage` if it
+      must not be applied, begin and end steps in `optimizer_steps`, and call `set_damaged` if it
       cannot restore what has changed. `skip_step_without_items` is for exchanges that count items.
     - The buffers. It may write their copies back if an update is not applied, and take
       new copies after it has changed buffers.

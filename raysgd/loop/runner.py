@@ -108,7 +108,7 @@ class OperatorRunner(Runner, ABC):
         loop.state_access.copy_from(leader_rank, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])
-            train_state.update.record_damage(state["is_damaged"])
+            train_state.update.set_damaged(state["is_damaged"])
             loop.state_access.set_module_modes(state["module_modes"])
         if is_leader:
             return None
@@ -412,10 +412,10 @@ class OperatorRunner(Runner, ABC):
                     load_or_restore(self.operator, operator_state, state["operator"], "operator")
                 )
             if incoming is not None and incoming.targets:
-                train_state.update.record_damage()
+                train_state.update.set_damaged(True)
                 incoming.receive()
             state_access.load(state)
-        train_state.update.record_damage(False)
+        train_state.update.set_damaged(False)
         self._hosted_loop.source.end_iteration()
         self._hosted_loop.call_record.state.last_validation = None
         self._hosted_loop.snapshots.clear()

@@ -169,7 +169,7 @@ class Update:
         """Let the update count without being applied, for a reason in this record."""
         self.bad_step = bad_step
 
-    def record_damage(self, is_damaged: bool = True) -> None:
+    def set_damaged(self, is_damaged: bool) -> None:
         """Record whether the state has changes that no feature can restore."""
         self.is_damaged = is_damaged
 

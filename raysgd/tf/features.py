@@ -138,7 +138,7 @@ class KerasOptimization(UpdateFeature):
             variable.assign(value)
         steps = update.optimizer_steps
         if not self._before and (steps.counts or steps.running_optimizer is not None):
-            update.record_damage()
+            update.set_damaged(True)
         self.commit(update)
 
     @contextlib.contextmanager

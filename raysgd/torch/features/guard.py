@@ -241,7 +241,7 @@ class ReplicaGuard(UpdateFeature):
             self._problem = message
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
-                registered.update.record_damage()
+                registered.update.set_damaged(True)
             # Wait until all know it, because the driver interrupts the others if one raises.
             registered.collectives.barrier()
             raise ReplicasDifferError(message, ranks=minority)

@@ -95,9 +95,9 @@ class Rollback(UpdateFeature):
                 backup.restore()
                 changed.difference_update(map(id, backup.parameters))
         elif update.optimizer_steps.running_optimizer is not None:
-            update.record_damage()  # an optimizer may change its state before parameters
+            update.set_damaged(True)  # an optimizer may change its state before parameters
         if changed:
-            update.record_damage()
+            update.set_damaged(True)
 
 
 class _OptimizerBackup:

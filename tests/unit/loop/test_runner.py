@@ -166,7 +166,7 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert other.operator.trained == EPOCH[24:]
     runner._train_state.placement.held_state = HeldState(is_complete=False)  # only its shard
     assert [runner.restart_state(number) is None for number in (1, 2)] == [False, True]
-    runner._train_state.update.record_damage()
+    runner._train_state.update.set_damaged(True)
     assert runner.restart_state() is None
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
         runner.state_dict()
