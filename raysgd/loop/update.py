@@ -185,22 +185,22 @@ class Update:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
         self.state = UpdateState.COMMITTED
         for key, count in self.optimizer_steps.counts.items():
-            if count > self.optimizer_steps.usual_counts.get(key, count):
-                self.optimizer_steps.usual_counts[key] = count
+            if count > self.optimizer_steps.max_counts.get(key, count):
+                self.optimizer_steps.max_counts[key] = count
 
 
 class OptimizerSteps:
-    """Counts the steps of optimizers in an update, and knows how many an update usually has."""
+    """Counts the steps of optimizers in an update, and knows the most of any earlier update."""
 
     def __init__(self, update: Update) -> None:
         self._update = update
-        self.usual_counts: dict[int, int] = {}
+        self.max_counts: dict[int, int] = {}
         """Most steps of an update that counted, at least 1, by the ID of a registered optimizer."""
         self.reset()
 
     def expect(self, optimizers: Sequence[Any]) -> None:
         """Expect steps of the registered optimizers."""
-        self.usual_counts = dict.fromkeys(map(id, optimizers), 1)
+        self.max_counts = dict.fromkeys(map(id, optimizers), 1)
 
     def reset(self) -> None:
         self.running_optimizer: Any = None  # the optimizer whose step runs
@@ -238,7 +238,7 @@ class OptimizerSteps:
     def need_copies(self) -> bool:
         """Whether a failure can come between optimizer steps, or between a step and the commit."""
         # With fixed parts, a worker can be lost between its step and the commit.
-        return self._update.has_fixed_parts or sum(self.usual_counts.values()) > 1
+        return self._update.has_fixed_parts or sum(self.max_counts.values()) > 1
 
     @property
     def are_complete(self) -> bool:
@@ -247,9 +247,9 @@ class OptimizerSteps:
         The steps then count, even if the loop raises.
         """
         is_running = self.running_optimizer is not None
-        if self._update.has_fixed_parts or is_running or not self.usual_counts:
+        if self._update.has_fixed_parts or is_running or not self.max_counts:
             return False
-        return all(self.counts.get(key, 0) >= count for key, count in self.usual_counts.items())
+        return all(self.counts.get(key, 0) >= count for key, count in self.max_counts.items())
 
 
 class LossCount(NamedTuple):

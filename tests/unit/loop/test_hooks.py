@@ -143,7 +143,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     trainer, called = spied(operator_cls, {"num_samples": 24})
     operator, refused = trainer.get_local_operator(), []
     state = operator._train_state
-    state.update.optimizer_steps.usual_counts[id(operator.optimizer)] = 2  # to undo the step
+    state.update.optimizer_steps.max_counts[id(operator.optimizer)] = 2  # to undo the step
 
     def refuse(update):
         refused.append(update)

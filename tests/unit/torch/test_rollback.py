@@ -53,7 +53,7 @@ class Steps:
     def __init__(self, *optimizers, models=()):
         self.step, self.optimizers = Update(), optimizers
         self.rollback = Rollback(optimizers, models)
-        self.step.optimizer_steps.usual_counts.update(dict.fromkeys(map(id, optimizers), 2))
+        self.step.optimizer_steps.max_counts.update(dict.fromkeys(map(id, optimizers), 2))
 
     def begin(self):
         self.step.begin_micro_batch(MicroBatch())
@@ -147,7 +147,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
     model = torch.nn.Embedding(2, 2, max_norm=0.1)  # each forward pass normalizes it
     frozen = torch.nn.Linear(2, 1).requires_grad_(False)
     steps = Steps(torch.optim.SGD(model.parameters(), lr=0.1), models=[model, frozen])
-    steps.step.optimizer_steps.usual_counts.clear()
+    steps.step.optimizer_steps.max_counts.clear()
     steps.begin()
     frozen(model(torch.tensor([0, 1]))).sum().backward()
     if changes:
@@ -159,7 +159,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
 def test_parameters_that_steps_move_before_the_update_are_restored():
     parameter = torch.nn.Parameter(torch.ones(2))
     steps = Steps(torch.optim.SGD([parameter], lr=0.5))
-    steps.step.optimizer_steps.usual_counts.clear()
+    steps.step.optimizer_steps.max_counts.clear()
 
     def move():
         steps.begin()
