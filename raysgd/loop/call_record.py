@@ -33,7 +33,7 @@ class CallState:
     has_paused: bool = False  # the newest segment paused, so models keep their train or eval modes
     ended_early: bool = False  # before its goal, because a loss was not finite
     extra_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
-    merged_segments: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    merged_metrics: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     """Start step and metrics of all workers, for segments that merge them. Rank 0 returns them."""
 
 
@@ -42,15 +42,15 @@ class CallRecord:
 
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
-        self.state = CallState()
+        self.call = CallState()
         self._totals_before = self._totals_at_point = train_state.timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
-        self.own_segments: list[tuple[int, Mapping[str, Any]]] = []
+        self.own_metrics: list[tuple[int, Mapping[str, Any]]] = []
         self._points: deque[LogPoint] = deque()  # another thread calls `release_points`
 
     def begin(self, call_number: int) -> None:
-        old = self.state
-        self.state = CallState(call_number, old.began_at, old.scheduler_call, old.last_validation)
+        old = self.call
+        self.call = CallState(call_number, old.began_at, old.scheduler_call, old.last_validation)
         self.clear()
         self._points.clear()
         self._train_state.timers.reset()
@@ -58,12 +58,12 @@ class CallRecord:
 
     def clear(self) -> None:
         """Discard all metrics."""
-        self.own_segments, self.state.merged_segments = [], []
+        self.own_metrics, self.call.merged_metrics = [], []
 
     def add(self, start: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a segment that has ended, also by an error."""
-        segments = self.state.merged_segments if self._merges_metrics else self.own_segments
-        segments.append((start, metrics))
+        recorded = self.call.merged_metrics if self._merges_metrics else self.own_metrics
+        recorded.append((start, metrics))
 
     @property
     def _merges_metrics(self) -> bool:
@@ -71,31 +71,31 @@ class CallRecord:
         return train_state.update.has_fixed_parts and train_state.meters is not None
 
     def export(self) -> dict[str, Any]:
-        """Return the state, with the merged metrics of a segment that runs."""
+        """Return the call, with the merged metrics of a segment that runs."""
         segment = self._train_state.segment
         meters = self._train_state.meters if self._merges_metrics else None
         if segment is None or meters is None:
-            return vars(self.state)
+            return vars(self.call)
         running = segment.start_step, meters.summary()
-        return {**vars(self.state), "merged_segments": [*self.state.merged_segments, running]}
+        return {**vars(self.call), "merged_metrics": [*self.call.merged_metrics, running]}
 
-    def continue_call(self, state: Mapping[str, Any]) -> None:
+    def continue_call(self, call: Mapping[str, Any]) -> None:
         """Continue a call that other workers have begun, without their metrics."""
-        if self.state.call_number != state["call_number"]:
-            self.own_segments = []
-        self.state = CallState(**{**state, "merged_segments": [*state["merged_segments"]]})
+        if self.call.call_number != call["call_number"]:
+            self.own_metrics = []
+        self.call = CallState(**{**call, "merged_metrics": [*call["merged_metrics"]]})
 
     def _results(self, is_leaving: bool, since: int = 0) -> list[Mapping[str, Any]]:
         """Return the metrics of segments that began at step `since` or later, for the driver."""
         returns_merged = self._train_state.context.world_rank == 0 and not is_leaving
-        segments = self.own_segments + self.state.merged_segments * returns_merged
-        return [metrics for start, metrics in segments if start >= since]
+        recorded = self.own_metrics + self.call.merged_metrics * returns_merged
+        return [metrics for start, metrics in recorded if start >= since]
 
     def add_point(self, is_leaving: bool = False) -> None:
         """Add what this worker has measured since the last point."""
         train_state = self._train_state
         metrics: Any = None
-        if results := self._results(is_leaving, since=self.state.last_log_step):
+        if results := self._results(is_leaving, since=self.call.last_log_step):
             metrics = merge_segments(results) | learning_rates(train_state.optimizers)
             for feature in train_state.features:
                 metrics |= feature.step_metrics()
@@ -104,10 +104,10 @@ class CallRecord:
         elif is_leaving:
             return
         timing, position = train_state.timing.totals, train_state.position
-        self.state.last_log_step = position.global_step
+        self.call.last_log_step = position.global_step
         self._points.append(
             LogPoint(
-                call_number=self.state.call_number,
+                call_number=self.call.call_number,
                 global_step=position.global_step,
                 epoch=position.epoch + (position.offset > 0),
                 metrics=metrics,

@@ -37,10 +37,10 @@ class Evaluation:
         train_state, call_record = self._train_state, self._call_record
         call_record.begin(request.call_number)
         train_state.timers.enabled = request.profile
-        start = call_record.state.last_validation
+        start = call_record.call.last_validation
         if start is None or start[0] != request.call_number:
             offset = 0 if request.from_start else train_state.position.validation_offset
-            start = call_record.state.last_validation = request.call_number, offset
+            start = call_record.call.last_validation = request.call_number, offset
         source = train_state.data.lazy_source("validation")
         if request.loader is not None:
             source = self._source_of(request.loader)
@@ -64,7 +64,7 @@ class Evaluation:
             metrics = as_metrics(operator.validate, result)
             # The metrics of a worker without a batch have no weight.
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
-            self._call_record.own_segments.append((train_state.position.global_step, metrics))
+            self._call_record.own_metrics.append((train_state.position.global_step, metrics))
             if limit is None or left_in_epoch is None:
                 num_steps = source.steps_taken(batches.num_finished_steps)
                 ends_epoch = limit is None or num_steps < limit

@@ -108,7 +108,7 @@ class Loop:
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=request.log_every is not None)
-        if self.call_record.state.call_number != request.call_number:
+        if self.call_record.call.call_number != request.call_number:
             self.call_record.begin(request.call_number)
         if request.split:
             train_state.micro_batching.increase_split(request.split)
@@ -127,13 +127,13 @@ class Loop:
         start, step = request.start_step, self._position.global_step
         self._next_log_step = None
         if (every := request.log_every) is not None:
-            newest = max(self.call_record.state.last_log_step, start)
+            newest = max(self.call_record.call.last_log_step, start)
             if step >= (newest // every + 1) * every:
                 self.call_record.add_point()
             self._next_log_step = (max(step, start) // every + 1) * every
 
     def _is_at_goal(self, request: TrainRequest) -> bool:
-        call, epochs, until = self.call_record.state, request.until_epoch, request.until_step
+        call, epochs, until = self.call_record.call, request.until_epoch, request.until_step
         has_epochs = epochs is not None and self._position.epoch >= epochs + call.extra_epochs
         has_steps = until is not None and self._position.global_step >= until
         return call.ended_early or has_epochs or has_steps
@@ -172,14 +172,14 @@ class Loop:
         train_state.end_segment()
         if position.global_step == segment.start_step and not segment.has_paused:
             self._handle_empty_segment(segment, request.until_epoch or 0)
-        self.call_record.state.has_paused = segment.has_paused
+        self.call_record.call.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
             segment.source.end_iteration()
             train_state.end_epoch()
 
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
-        train_state, call, position = self.train_state, self.call_record.state, self._position
+        train_state, call, position = self.train_state, self.call_record.call, self._position
         if position.global_step >= request.start_step:
             call.began_at = request.start_step
         elif position.offset == 0:  # earlier calls are replayed; usually, each was an epoch
@@ -245,7 +245,7 @@ class Loop:
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad:
-            self.call_record.state.ended_early = True
+            self.call_record.call.ended_early = True
             self.train_state.segment.pause_now()
 
     def _end_failed_segment(self, segment: Segment) -> None:
@@ -265,7 +265,7 @@ class Loop:
         if segment.epoch_is_over:
             if segment.start_offset == 0:
                 raise empty_loader_error("train", segment.source, self._rank_with_fewest)
-            position, call = self._position, self.call_record.state
+            position, call = self._position, self.call_record.call
             is_last = position.epoch + 1 >= until_epoch + call.extra_epochs
             if position.global_step == call.began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
@@ -283,7 +283,7 @@ class Loop:
     def leaving_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
         record = self.call_record
-        if record.state.call_number != call_number or not record.own_segments:
+        if record.call.call_number != call_number or not record.own_metrics:
             return None
         if self._next_log_step is not None:
             record.add_point(is_leaving=True)

@@ -198,7 +198,7 @@ class OperatorRunner(Runner, ABC):
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
         source, snapshots, now = loop.source, loop.snapshots, train_state.position
-        call, timing = loop.call_record, train_state.timing.totals
+        call_record, timing = loop.call_record, train_state.timing.totals
         num_copies = train_state.context.world_size if is_merged else 1
         position = progress.ReportedPosition(
             epoch=now.epoch,
@@ -221,10 +221,10 @@ class OperatorRunner(Runner, ABC):
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
             timing=timing,
-            log_points=call.release_points(acknowledged_step),
+            log_points=call_record.release_points(acknowledged_step),
         )
         bad_steps = [each for feature in features for each in feature.bad_steps]
-        bad_steps = [each for each in bad_steps if each["step"] > call.state.began_at]
+        bad_steps = [each for each in bad_steps if each["step"] > call_record.call.began_at]
         failed_at = self.control.failed_at or f"after step {position.global_step}"
         return progress.Progress(
             position=position,
@@ -417,7 +417,7 @@ class OperatorRunner(Runner, ABC):
             state_access.load(state)
         train_state.update.set_damaged(False)
         self._hosted_loop.source.end_iteration()
-        self._hosted_loop.call_record.state.last_validation = None
+        self._hosted_loop.call_record.call.last_validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._hosted_loop.call_record.continue_call(state["call"])

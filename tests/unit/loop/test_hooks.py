@@ -219,7 +219,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
     assert loop.train(dataclasses.replace(request, callback_pause_step=5)) is None
     assert (loop.leaving_metrics(1), len(loop.call_record.release_points(-1))) == (None, 1)
     # all workers have these, so a leaving worker omits them
-    loop.call_record.state.merged_segments = [(5, loop.call_record.own_segments[0][1])]
+    loop.call_record.call.merged_metrics = [(5, loop.call_record.own_metrics[0][1])]
     whole = loop.leaving_metrics(0)
     assert (whole["num_samples"], "lr" in whole) == (40, False)
     point, rest = loop.call_record.release_points(-1)

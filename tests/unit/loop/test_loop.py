@@ -664,9 +664,9 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1, start_step=5)
     joining, _ = loop_of(Streaming)
-    joining.call_record.continue_call(vars(loop.call_record.state))
-    assert joining.call_record.state == loop.call_record.state
-    assert joining.call_record.state.extra_epochs == 1
+    joining.call_record.continue_call(vars(loop.call_record.call))
+    assert joining.call_record.call == loop.call_record.call
+    assert joining.call_record.call.extra_epochs == 1
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):
@@ -738,7 +738,7 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
 def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_of):
     loop, operator = loop_of()
     train(loop, until_step=3)
-    snapshot = vars(dataclasses.replace(loop.call_record.state))
+    snapshot = vars(dataclasses.replace(loop.call_record.call))
     operator.fail = pausing(loop, 6, at=4)
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)
@@ -756,7 +756,7 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     indices = [info["batch_idx"] for info in its_operator.infos]
     assert indices == [1, 2, 0, 1, *range(5), 0, 0]
     restarted.call_record.continue_call(snapshot)
-    assert restarted.call_record.own_segments == []  # those of another call
+    assert restarted.call_record.own_metrics == []  # those of another call
 
 
 def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):
