@@ -48,19 +48,16 @@ class Segment:
     read_limit: int | None = None  # steps to read of a new iteration; None for all
     pause_step: float = math.inf  # number of committed steps at which to pause
 
-    has_paused = False
-    was_read = False
-    may_split = False  # the loop takes micro-batches, by `allow_split`
-    has_loader_failed = False  # the loader raised an error, so its iterator cannot continue
-    _is_exhausted = False  # some rank has no more batches in the epoch
-
     def __post_init__(self) -> None:
         train_state = self._train_state
         limits = [n for n in (self.limit, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
         self._update, self._position = train_state.update, train_state.position
         self.start_step, self.start_offset = self._position.global_step, self._position.offset
-        self.num_steps = 0
+        self.num_steps, self.was_read, self.has_paused = 0, False, False
+        self.may_split = False  # the loop takes micro-batches, by `allow_split`
+        self.has_loader_failed = False  # its iterator raised an error and cannot continue
+        self._is_exhausted = False  # some rank has no more batches in the epoch
         self._started = time.perf_counter()
         self.batch: Any = None  # the newest batch of the update
         # Batches of the update, until the commit. None: a partitioned source can read it again.

@@ -82,6 +82,7 @@ class OptimizerShards(UpdateFeature):
         self._buffers: dict[int, ShardUpdate] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed_version = 0
+        self.is_in_sync = True  # all pieces have the version of the last commit
         # Identifies the run and the number of loaded states. Shards fit together if it is equal.
         self._token: tuple[bytes, int] = os.urandom(16), 0
         # Register this hook first, so that other hooks see the updated parameters.
