@@ -8,17 +8,18 @@ Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea of log
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
-- ``options.layout``: the strategy (`mode_of`), the parts of each step (`EpochPartition`), seeds for
-  samples and user code (`MapStyleSource`), the batch size in the config of a worker
-  (`OperatorRunner`) and its error (`Options`), and errors for batches that must not be split
-  (`MicroBatching.refuse_split`). `wrap_loader` groups no iterable data sets into parts: an error of
-  `TorchSources` replaces the warning of `DataSources`.
+- ``options.layout``, which `TorchOptions.layout` makes: the strategy (`mode_of`), the parts of each
+  step (`EpochPartition`), seeds for samples and user code (`MapStyleSource`), the batch size in the
+  config of a worker (`OperatorRunner`) and its error (`Options`), and errors for batches that must
+  not be split (`MicroBatching.refuse_split`). `wrap_loader` groups no iterable data sets into
+  parts: an error of `TorchSources` replaces the warning of `DataSources`.
 - ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``update.has_fixed_parts``: an update needs copies, and ends with its commit (`Update`). Each
   worker has the metrics of all (`CallRecord`, `OperatorRunner`), whose sums have a fixed order
   (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses
-  (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`).
+  (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`). `BufferCopies`
+  leaves the buffers of micro-batches to `EqualBitsBuffers`.
 """
 
 from __future__ import annotations
