@@ -36,7 +36,8 @@ class ReplicaSync(UpdateFeature):
     def after_user_function(self) -> None:
         self._num_unchecked = _COMPARED_EVERY
 
-    begin_generation = after_user_function
+    def begin_generation(self) -> None:
+        self._num_unchecked = _COMPARED_EVERY
 
     def begin_call(self, logs_steps: bool) -> None:
         self._train_state.accept_changes()
@@ -130,8 +131,7 @@ class KerasOptimization(UpdateFeature):
         update.optimizer_steps.end(optimizer)
 
     def commit(self, update: Update) -> None:
-        self._accumulated.clear()
-        self._before.clear()
+        self._accumulated, self._before = {}, {}
 
     def roll_back(self, update: Update) -> None:
         for variable, value in self._before.values():
@@ -139,7 +139,7 @@ class KerasOptimization(UpdateFeature):
         steps = update.optimizer_steps
         if not self._before and (steps.counts or steps.running_optimizer is not None):
             update.set_damaged(True)
-        self.commit(update)
+        self._accumulated, self._before = {}, {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
