@@ -18,10 +18,10 @@ class Request:
         words = type(self).__name__.removesuffix("Request")
         return re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
 
-    def for_attempt(self, shares: tuple[float, ...] | None, split: int) -> Request:
+    def for_attempt(self, shares: tuple[float, ...] | None, min_splits: int) -> Request:
         """Return the request with relative shares of the workers, by rank, if it trains.
 
-        `split` is the minimum number of micro-batches per batch, or 0.
+        `min_splits` is the minimum number of micro-batches per batch, or 0.
         """
         return self
 

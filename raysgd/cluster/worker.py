@@ -63,7 +63,7 @@ class Outcome:
     content in a thread where no user code may run."""
     progress: Progress
     traceback: str = ""
-    split: int = 0  # micro-batches per batch for repeating the call, or 0 if more would not help
+    min_splits: int = 0  # micro-batches per batch in the repeated call, or 0 if more do not help
 
     def unpack(self) -> Any:
         """Return the value or the exception."""
@@ -314,10 +314,10 @@ class Worker:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and in_main_thread and not self._is_remote:
             raise error  # Ctrl-C on the driver
-        split = 0
+        min_splits = 0
         if isinstance(error, RetrySplitError):
             assert error.__cause__ is not None
-            split, error = error.args[0], error.__cause__
+            min_splits, error = error.args[0], error.__cause__
         text = "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
             # SystemExit would end the driver's program silently.
@@ -336,7 +336,7 @@ class Worker:
         elif self._backend is not None and _has_cause(error, self._backend.is_communication_error):
             kind = "communication"
         progress = self._safe_progress()
-        if split and kind == "user":
+        if min_splits and kind == "user":
             error = _strip(error)  # its frames hold memory that the repeated call needs
         if kind == "user":  # users often read only this line
             failed_at = progress.process.failed_at
@@ -345,12 +345,12 @@ class Worker:
             error.__notes__ = [each for each in notes if not each.startswith("Raised on worker ")]
             error.add_note(", ".join(filter(None, where)))
         if not self._is_remote:
-            return Outcome(kind, error, progress, split=split)
+            return Outcome(kind, error, progress, min_splits=min_splits)
         text = f"Raised on worker {self._rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
         bare = _strip(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
         packed = _pack_error(bare) if kind == "user" else pack(_as_text(bare))
-        return Outcome(kind, packed, progress, text, split)
+        return Outcome(kind, packed, progress, text, min_splits)
 
     def _safe_progress(self) -> Progress:
         with contextlib.suppress(Exception):  # the runner may be only partly set up

@@ -127,7 +127,7 @@ class Supervisor:
         self._replay: Call | None = None
         self.attempt: Attempt | None = None
         """The newest attempt, or None before the first worker receives the call."""
-        self._split = 0
+        self._min_splits = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
         self._needs_goal = True
         """Whether the next attempt sets the goal of the call: the first, and each after a save."""
@@ -219,8 +219,9 @@ class Supervisor:
         call.log_points.begin(self._record.position.global_step, members)
         request = call.request
         if call.rank is None:
-            request = request.for_attempt(self._share_balancer.choose_for(members), self._split)
-        self._split = 0
+            shares = self._share_balancer.choose_for(members)
+            request = request.for_attempt(shares, self._min_splits)
+        self._min_splits = 0
         if self._group.options.is_inline:
             if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))
@@ -252,15 +253,15 @@ class Supervisor:
             outcomes = [attempt.outcomes[member] for member in attempt.members]
             return state_machine.CallReturned(outcomes=outcomes, is_complete=is_complete)
         member, outcome = attempt.first_user_error or (None, None)
-        self._split = 0 if outcome is None else outcome.split
-        if member and outcome and outcome.split:  # memory ran out
+        self._min_splits = 0 if outcome is None else outcome.min_splits
+        if member and outcome and outcome.min_splits:  # memory ran out
             cause = repr(outcome.unpack())
-            self._record.add_event("split", [member], cause=cause, factor=outcome.split)
+            self._record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
         if attempt.lost:
             return state_machine.WorkersLost(lost=attempt.lost)
         is_stopped = attempt.needs_new_group and outcome is None
         can_repeat = call.has_batches or call.max_failures > 0
-        if self._split or (is_stopped and can_repeat):
+        if self._min_splits or (is_stopped and can_repeat):
             return state_machine.CallFailed()
         error = attempt.make_error()
         if member is not None:

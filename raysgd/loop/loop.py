@@ -110,8 +110,8 @@ class Loop:
             feature.begin_call(logs_steps=request.log_every is not None)
         if self.call_record.call.call_number != request.call_number:
             self.call_record.begin(request.call_number)
-        if request.split:
-            train_state.micro_batching.increase_split(request.split)
+        if request.min_splits:
+            train_state.micro_batching.increase_split(request.min_splits)
         train_state.timers.enabled = request.profile
         trained_on = train_state.data.trains_on
         source = train_state.data.select_training(request.dataset)
@@ -162,8 +162,8 @@ class Loop:
             batch = segment.batch if in_update else None
             self.control.failed_at = segment.describe_position()
             self._end_failed_segment(segment)
-            if split := train_state.micro_batching.choose_split(error, batch, segment.may_split):
-                raise RetrySplitError(split) from error
+            if number := train_state.micro_batching.choose_split(error, batch, segment.may_split):
+                raise RetrySplitError(number) from error
             raise
         if segment.num_steps or not segment.was_read:
             self.call_record.add(segment.start_step, with_weight(metrics, segment.num_steps or 1))

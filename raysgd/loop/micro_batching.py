@@ -34,7 +34,7 @@ class MicroBatching(UpdateFeature):
     def __init__(self, settings: Settings, update: Update) -> None:
         self._settings, self._update = settings, update
         self.why_not_split: str | None = None  # why batches must not be split
-        self.split = 1  # micro-batches per batch; more than 1 after memory ran out
+        self.num_splits = 1  # micro-batches per batch; more than 1 after memory ran out
 
     def refuse_split(self, why: str, remedy: str = _ONCE) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
@@ -67,8 +67,8 @@ class MicroBatching(UpdateFeature):
         """
         return 0
 
-    def increase_split(self, split: int) -> None:
-        """Use at least `split` micro-batches. All ranks must call this at the same step."""
+    def increase_split(self, min_splits: int) -> None:
+        """Use at least `min_splits` micro-batches. All ranks must call this at the same step."""
 
     def is_recoverable(self, error: BaseException) -> bool:
         """Return whether training can continue after an error, because only memory ran out."""

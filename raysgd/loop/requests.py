@@ -35,14 +35,14 @@ class TrainRequest(_EpochRequest):
     until_step: int | None = None  # committed steps to reach
     start_step: int = 0  # committed steps before the call; replayed earlier steps do not count
     callback_pause_step: int | None = None  # step at which to pause; None to train up to the goal
-    split: int = 0  # minimum number of micro-batches per batch, after memory ran out
+    min_splits: int = 0  # minimum number of micro-batches per batch, after memory ran out
     log_every: int | None = None  # steps between two points; None for none
     dataset: Dataset | None = None  # replaces the registered loader
     shares: tuple[float, ...] | None = None  # relative shares of the workers, by rank
     ends_at_nan: bool = False  # end after the first update with a loss that is not finite
 
-    def for_attempt(self, shares: tuple[float, ...] | None, split: int) -> TrainRequest:
-        return replace(self, shares=shares, split=split)
+    def for_attempt(self, shares: tuple[float, ...] | None, min_splits: int) -> TrainRequest:
+        return replace(self, shares=shares, min_splits=min_splits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,7 @@ class OperatorRunner(Runner, ABC):
             bar=bar,
             measured=measured,
             snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_changes),
-            updates=progress.UpdateStatus(train_state.micro_batching.split, bad_steps),
+            updates=progress.UpdateStatus(train_state.micro_batching.num_splits, bad_steps),
             held_state=train_state.held_state,
             process=progress.ProcessStatus(True, failed_at),  # blocked if this worker has returned
         )

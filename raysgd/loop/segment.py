@@ -223,7 +223,7 @@ class Segment:
     @property
     def num_collated(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
-        is_split = self._train_state.micro_batching.split > 1
+        is_split = self._train_state.micro_batching.num_splits > 1
         trains_all = not (self._update.micro_batch.is_repeated or is_split)
         return self.source.num_collated if trains_all else None
 

@@ -94,8 +94,8 @@ class TrainState(ABC):
             position["global_batch"] = global_batch
         if loader_seeds := self.data.own_seeds():
             position["loader_seeds"] = loader_seeds
-        if self.micro_batching.split > 1:
-            position["split"] = self.micro_batching.split
+        if self.micro_batching.num_splits > 1:
+            position["split"] = self.micro_batching.num_splits
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
         if source_position := self.data.training_source.position(now.epoch, now.offset):
@@ -108,7 +108,7 @@ class TrainState(ABC):
         now.epoch, now.offset, now.global_step = position["epoch"], position["offset"], global_step
         now.validation_offset = position.get("validation_offset", 0)
         self.data.trains_on = position.get("trains_on", "train")
-        self.micro_batching.split = position.get("split", 1)
+        self.micro_batching.num_splits = position.get("split", 1)
         self.reseed(position.get("seed", now.seed), position.get("loader_seeds", {}))
         self.data.training_source.load_position(position.get("stream", {}))
 

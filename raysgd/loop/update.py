@@ -100,7 +100,7 @@ class Update:
         """Forget the update, so that the next one can begin, with this plan."""
         self.state = UpdateState.CLOSED
         self.plan = plan
-        self.split = 1  # after memory ran out, planned micro-batches are split too
+        self.num_splits = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
         self.index = -1  # of the current micro-batch; -1 before the first
@@ -114,7 +114,7 @@ class Update:
         self.begins_step = not self.index or micro_batch.step_index > self.micro_batch.step_index
         self.state = UpdateState.OPEN
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
-        self.split = max(self.split, micro_batch.num_in_batch)
+        self.num_splits = max(self.num_splits, micro_batch.num_in_batch)
         self.optimizer_steps.requested = set()
         self.loss_weights.begin_micro_batch()
 
@@ -126,7 +126,7 @@ class Update:
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches of the update."""
-        return len(self.plan.micro_batches) * self.split
+        return len(self.plan.micro_batches) * self.num_splits
 
     @property
     def is_split(self) -> bool:

@@ -67,7 +67,7 @@ class TrainerProperties:
         "_dispatcher.position.global_step", "Finished training steps of all calls."
     )
     split: int = forward_to(
-        "_controller.record.progress.updates.split",
+        "_controller.record.progress.updates.num_splits",
         "Micro-batches per batch, above 1 after memory ran out.",
     )
     latest_metrics: dict[str, Any] = forward_to(

@@ -50,12 +50,12 @@ class TorchMicroBatching(MicroBatching):
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         unsplit = [(copy_containers(batch), micro_batch)]
         self._num_samples = micro_batch.num_samples or 0
-        if self.split == 1 or not (may_split and self._settings.options.split_on_oom):
+        if self.num_splits == 1 or not (may_split and self._settings.options.split_on_oom):
             return unsplit
         rows = num_rows(batch, self._num_samples)
-        num_filled = max(1, min(self.split, rows // self._min_micro_batch_size))
+        num_filled = max(1, min(self.num_splits, rows // self._min_micro_batch_size))
         # A forward pass may communicate, so all workers make the same number of passes.
-        repeats = self.split - num_filled if self._settings.context.world_size > 1 else 0
+        repeats = self.num_splits - num_filled if self._settings.context.world_size > 1 else 0
         if num_filled + repeats == 1:
             return unsplit
         spans = [part_bounds(max(rows, 1), num_filled, index) for index in range(num_filled)]
@@ -79,7 +79,7 @@ class TorchMicroBatching(MicroBatching):
         why_not, rows = self.why_not_split, num_rows(batch, self._num_samples)
         if not rows:
             why_not = why_not or "the batch cannot be split"
-        if rows // self._min_micro_batch_size <= self.split:
+        if rows // self._min_micro_batch_size <= self.num_splits:
             why_not = why_not or "smaller parts would have too few samples"
         if not may_split:
             why_not = why_not or "train_epoch is not the default one"
@@ -88,10 +88,10 @@ class TorchMicroBatching(MicroBatching):
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))
             return 0
-        return 2 * self.split
+        return 2 * self.num_splits
 
-    def increase_split(self, split: int) -> None:
-        self.split = max(self.split, split)
+    def increase_split(self, min_splits: int) -> None:
+        self.num_splits = max(self.num_splits, min_splits)
         gc.collect()  # tensors in reference cycles
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -129,7 +129,7 @@ class Worker:
 
     def train(self, until_step, split):
         try:
-            self.runner.handle(TrainRequest(call_number=0, until_step=until_step, split=split))
+            self.runner.handle(TrainRequest(call_number=0, until_step=until_step, min_splits=split))
         except (DiedError, MemoryError, RetrySplitError, threading.BrokenBarrierError) as error:
             self.meeting.barrier.abort()
             return error
@@ -290,7 +290,7 @@ def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
 def test_a_repeated_sample_counts_once(split):
     """The last step has one sample for three workers."""
     workers = Workers(3, {"num_samples": 25, "num_epochs": 1, "batch_size": 4}, 3)
-    request = TrainRequest(call_number=0, until_step=3, split=split)
+    request = TrainRequest(call_number=0, until_step=3, min_splits=split)
     found = merge_workers(workers.each(lambda _, member: member.runner.handle(request)))
     assert (found["num_samples"], found["batch_count"]) == (25, 3)
 
@@ -451,7 +451,7 @@ def test_all_workers_have_the_same_number_of_parts():
     dying = workers.members[0].operator
     dying.error, dying.death = MemoryError, (0, "before")
     workers.train(12)
-    assert workers.members[1].registration.micro_batching.split == 2
+    assert workers.members[1].registration.micro_batching.num_splits == 2
     workers.check(*plain_run(config, 6))
 
 
