@@ -16,7 +16,7 @@ from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLa
 from raysgd.errors import CheckpointError
 
 _KINDS = {"at": "a stream", "order": "a map-style data set", "length": "unpartitioned data"}
-"""`BatchSource.data_kind` of a saved position, by the first of these keys that it has."""
+"""`BatchSource.data_kind` of a saved `resume_info`, by the first of these keys that it has."""
 
 
 def iterate_once(iterable: Iterable[Any]) -> Iterator[Any]:
@@ -181,22 +181,22 @@ class BatchSource:
         """Return the numbers of `num_samples` samples of an epoch from an offset."""
         return [*range(offset, offset + num_samples)]
 
-    # ---- the position, in addition to the offset
+    # ---- what continues an epoch, in addition to the offset
 
-    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+    def resume_info(self, epoch: int, offset: int) -> Mapping[str, Any]:
         """Return what identifies the data up to an offset, and where reading can begin again."""
         length = self._data_length if offset else None
         return {} if length is None else {"epoch": epoch, "length": length}
 
-    def check_position(self, position: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if the data is not that of a saved `position`."""
-        kind = next((kind for key, kind in _KINDS.items() if key in position), self.data_kind)
+    def check_resume_info(self, info: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if the data is not that of a saved `resume_info`."""
+        kind = next((kind for key, kind in _KINDS.items() if key in info), self.data_kind)
         if kind != self.data_kind:
             raise CheckpointError(
                 f"The checkpoint was saved within an epoch of {kind}, but the train loader has "
                 f"{self.data_kind}. Use the same data, or load a checkpoint of the end of an epoch."
             )
-        saved, own = position.get("length"), self._data_length
+        saved, own = info.get("length"), self._data_length
         if None not in (saved, own) and saved != own:
             raise CheckpointError(
                 "The data has changed since the checkpoint was saved, within an epoch: its length "
@@ -209,8 +209,8 @@ class BatchSource:
         """Length of the data, if it does not depend on the number of workers."""
         return length_of(getattr(self.loader, "dataset", None))
 
-    def load_position(self, position: Mapping[str, Any]) -> None:
-        """Continue from the result of `position` of this or another worker."""
+    def load_resume_info(self, info: Mapping[str, Any]) -> None:
+        """Continue from the `resume_info` of this or another worker."""
 
     def step_digest(self) -> int | None:
         """Return a digest of the samples up to the newest step, for comparison with other workers.

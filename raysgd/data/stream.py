@@ -386,17 +386,17 @@ def close_files(dataset: Any) -> None:
             records.close()
 
 
-def check_files(dataset: Any, position: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if files or settings differ from those of a saved `position`."""
+def check_files(dataset: Any, info: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if files or settings differ from those of a saved `resume_info`."""
     stamps = file_stamps(dataset)
     settings = stamps.get("settings")
-    if settings != position.get("settings", settings):
+    if settings != info.get("settings", settings):
         raise CheckpointError(
             f"The stream differs from that of the checkpoint, which was saved within an epoch: "
-            f"{position['settings']}, and now {settings}. Use the same arguments, or load a "
+            f"{info['settings']}, and now {settings}. Use the same arguments, or load a "
             "checkpoint of the end of an epoch."
         )
-    saved, own = position.get("files"), stamps.get("files")
+    saved, own = info.get("files"), stamps.get("files")
     if saved is None or own is None or saved == own:
         return
     paths = [path for records in dataset.files for path in records.paths]

@@ -98,9 +98,9 @@ class TrainState(ABC):
             position["split"] = self.micro_batching.num_splits
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
-        if source_position := self.data.training_source.position(now.epoch, now.offset):
-            # In older versions, only streams had a position. Their key stays in checkpoints.
-            position["stream"] = source_position
+        if resume_info := self.data.training_source.resume_info(now.epoch, now.offset):
+            # In older versions, only streams had this information. Their key stays in checkpoints.
+            position["stream"] = resume_info
         return position
 
     def load_position(self, position: dict[str, Any], global_step: int) -> None:
@@ -110,7 +110,7 @@ class TrainState(ABC):
         self.data.trains_on = position.get("trains_on", "train")
         self.micro_batching.num_splits = position.get("split", 1)
         self.reseed(position.get("seed", now.seed), position.get("loader_seeds", {}))
-        self.data.training_source.load_position(position.get("stream", {}))
+        self.data.training_source.load_resume_info(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.position.seed = seed

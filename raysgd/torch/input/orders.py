@@ -169,7 +169,7 @@ class EpochOrder:
         self.sampler, self._loader = sampler, loader
         self.seed = 0
         self.saved: Mapping[str, Any] = {}
-        """The newest position that was loaded, with the key of its order."""
+        """The newest `BatchSource.resume_info` that was loaded."""
         self._drawn: tuple[int, int] | None = None  # seed and epoch of the order
         self._order: Order = None
         self._digest: int | None = None  # of the order, once it is known
@@ -227,11 +227,11 @@ class EpochOrder:
         return digest
 
     def key_to_save(self, epoch: int) -> int | None:
-        """Return the key of an epoch for a position. Before the order is drawn, it is unchanged."""
+        """Return the key of an epoch, to save it. Before the order is drawn, it is unchanged."""
         return self._key(epoch) if self.is_drawn(epoch) else self.saved.get("order")
 
     def check_saved(self, epoch: int) -> None:
-        """Raise RuntimeError if the order of an epoch is not that of the saved position."""
+        """Raise RuntimeError if the order of an epoch is not that of `saved`."""
         if self.saved.get("epoch") != epoch:
             return
         if self.saved.get("order") not in (None, self._key(epoch)):

@@ -117,24 +117,24 @@ class SequentialSource(PartitionedSource):
     def steps_taken(self, num_batches: int) -> int:
         return self._steps_read
 
-    # ---- the position
+    # ---- what continues an epoch
 
-    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+    def resume_info(self, epoch: int, offset: int) -> Mapping[str, Any]:
         if offset == 0:
             return {}
         if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
             return self._saved if self._saved.get("at") == [epoch, offset] else {}
-        position = {"at": [epoch, offset], "digest": self._buffer.digest_at(offset)}
+        info = {"at": [epoch, offset], "digest": self._buffer.digest_at(offset)}
         if mark := self._buffer.mark_before(offset):
-            position["mark"] = mark
-        return position | file_stamps(self._dataset)
+            info["mark"] = mark
+        return info | file_stamps(self._dataset)
 
-    def check_position(self, position: Mapping[str, Any]) -> None:
-        check_files(self._dataset, position)
-        super().check_position(position)
+    def check_resume_info(self, info: Mapping[str, Any]) -> None:
+        check_files(self._dataset, info)
+        super().check_resume_info(info)
 
-    def load_position(self, position: Mapping[str, Any]) -> None:
-        self._saved = position
+    def load_resume_info(self, info: Mapping[str, Any]) -> None:
+        self._saved = info
 
     def step_digest(self) -> int | None:
         start, size = self._span
@@ -205,7 +205,7 @@ class SequentialSource(PartitionedSource):
             yield
         except BaseException:
             if self._reading is not None:
-                self._saved = self.position(self._reading[0], self._buffer.start)
+                self._saved = self.resume_info(self._reading[0], self._buffer.start)
             self.close_workers()  # a generator that has raised looks like one that has ended
             raise
 

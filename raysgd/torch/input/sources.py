@@ -251,20 +251,20 @@ class MapStyleSource(PartitionedSource):
 
     # ---- for messages and comparisons
 
-    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+    def resume_info(self, epoch: int, offset: int) -> Mapping[str, Any]:
         if not offset:
             return {}
-        position = {**file_stamps(self.loader.dataset), **super().position(epoch, offset)}
-        return position | {"order": self.epoch_order.key_to_save(epoch)}
+        info = {**file_stamps(self.loader.dataset), **super().resume_info(epoch, offset)}
+        return info | {"order": self.epoch_order.key_to_save(epoch)}
 
-    def load_position(self, position: Mapping[str, Any]) -> None:
-        self.epoch_order.saved = position
+    def load_resume_info(self, info: Mapping[str, Any]) -> None:
+        self.epoch_order.saved = info
 
-    def check_position(self, position: Mapping[str, Any]) -> None:
-        check_files(self.loader.dataset, position)
-        if "epoch" in position and hasattr(self.order_sampler, "set_epoch"):
-            self.order_sampler.set_epoch(position["epoch"])  # the length may depend on it
-        super().check_position(position)
+    def check_resume_info(self, info: Mapping[str, Any]) -> None:
+        check_files(self.loader.dataset, info)
+        if "epoch" in info and hasattr(self.order_sampler, "set_epoch"):
+            self.order_sampler.set_epoch(info["epoch"])  # the length may depend on it
+        super().check_resume_info(info)
 
     @functools.cached_property
     def ignores_targets(self) -> bool:

@@ -156,7 +156,7 @@ class PreparedLoader(DataLoader[Any]):
             epoch, offset, _ = self._pass
         if sampler is None:
             return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
-        data = dict(self._source.position(epoch, offset))
+        data = dict(self._source.resume_info(epoch, offset))
         return {"epoch": epoch, "offset": offset, "seed": sampler.seed, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,10 +181,10 @@ class PreparedLoader(DataLoader[Any]):
                     f"an epoch, and there are {self._world_size}. {_ADVICE}"
                 )
         else:
-            self._source.check_position(state["data"])
+            self._source.check_resume_info(state["data"])
             sampler.seed = state["seed"]
             self._source.reseed(state["seed"], state["seed"])
-            self._source.load_position(state["data"])
+            self._source.load_resume_info(state["data"])
             sampler.set_epoch(epoch)
         self._start, self._pass = (epoch, offset), None
 

@@ -727,12 +727,12 @@ class Growing(ByEpoch):
 def test_position_within_an_epoch_fits_only_data_of_its_length(make):
     saved = wrap(make(10))
     next(saved.batches(3, 0))
-    position = saved.position(3, 2)
-    wrap(make(10), world_size=2).check_position(position)
+    info = saved.resume_info(3, 2)
+    wrap(make(10), world_size=2).check_resume_info(info)
     for size in (9, 11):
-        wrap(make(size)).check_position(saved.position(3, 0))  # the end of an epoch
+        wrap(make(size)).check_resume_info(saved.resume_info(3, 0))  # the end of an epoch
         with pytest.raises(CheckpointError, match=r"its length was 1., and is "):
-            wrap(make(size)).check_position(position)
+            wrap(make(size)).check_resume_info(info)
 
 
 def test_position_within_an_epoch_fits_only_its_kind_of_data():
@@ -742,7 +742,7 @@ def test_position_within_an_epoch_fits_only_its_kind_of_data():
         next(source.batches(0, 0))
     for saved, other in itertools.permutations(sources, 2):
         with pytest.raises(CheckpointError, match=r"epoch of .*, but the train loader has"):
-            other.check_position(saved.position(0, 2))
+            other.check_resume_info(saved.resume_info(0, 2))
 
 
 class Counting(Reversed):
@@ -764,22 +764,22 @@ def test_position_within_an_epoch_fits_only_its_order():
         saved, resumed = (wrap(DataLoader(tensors(10), 2, sampler=kind(10))) for _ in range(2))
         for epoch in range(2):
             next(saved.batches(epoch, 0))
-        resumed.load_position(saved.position(1, 4))
-        assert resumed.position(1, 4) == saved.position(1, 4)
+        resumed.load_resume_info(saved.resume_info(1, 4))
+        assert resumed.resume_info(1, 4) == saved.resume_info(1, 4)
         if kind is ByEpoch:
             assert indices(resumed.batches(1, 4)) == indices(saved.batches(1, 4))
     other = wrap(DataLoader(tensors(10), 2))
     for loader in resumed, other:
-        loader.load_position(saved.position(1, 4))
+        loader.load_resume_info(saved.resume_info(1, 4))
         with pytest.raises(RuntimeError, match=r"(Counting|SequentialSampler) gives another order"):
             next(loader.batches(1, 4))
     by_key = (wrap(DataLoader([0] * 10, 2, sampler=[Key() for _ in range(10)])) for _ in range(2))
     saved, resumed = by_key  # keys without a `repr` cannot be compared
     next(saved.batches(0, 0))
-    resumed.load_position(saved.position(0, 4))
+    resumed.load_resume_info(saved.resume_info(0, 4))
     next(resumed.batches(0, 4))
     list(other.batches(0, 0))
     shuffled = wrap(DataLoader(tensors(10), 2, shuffle=True))
-    shuffled.load_position(other.position(0, 4))
+    shuffled.load_resume_info(other.resume_info(0, 4))
     with pytest.raises(RuntimeError, match="RandomSampler gives another order"):
         next(shuffled.batches(0, 4))

@@ -211,14 +211,14 @@ class Group:
 
     def __init__(self, make, full_size=None):
         self.make, self.layout = make, StepLayout(full_size)
-        self.sources, self.offset, self.position = [], 0, {}
+        self.sources, self.offset, self.resume_info = [], 0, {}
         self.steps = []
 
     def resize(self, keep, size):
         """Form a group of the workers `keep` and new ones. The last step may be discarded."""
         survivors = [self.sources[rank] for rank in keep if rank < len(self.sources)]
         if survivors:
-            self.position = copy.deepcopy(survivors[0].position(0, self.offset))
+            self.resume_info = copy.deepcopy(survivors[0].resume_info(0, self.offset))
         survivors = survivors[:size]
         newcomers = size - len(survivors)
         self.sources = survivors + [
@@ -226,7 +226,7 @@ class Group:
         ]
         for rank, source in enumerate(self.sources):
             source.repartition(size, rank, None)
-            source.load_position(self.position)
+            source.load_resume_info(self.resume_info)
         self.batches = [source.batches(0, self.offset) for source in self.sources]
 
     def step(self, commit=True):
@@ -385,8 +385,8 @@ def test_loader_processes_continue_where_a_checkpoint_ends():
     list(itertools.islice(source.batches(0, 0), 9))
     source.plan(27, 1)
     resumed = Group(make)
-    resumed.offset, resumed.position = 27, source.position(0, 27)
-    assert resumed.position["mark"]["offset"] == 27
+    resumed.offset, resumed.resume_info = 27, source.resume_info(0, 27)
+    assert resumed.resume_info["mark"]["offset"] == 27
     resumed.resize([], 1)
     while resumed.step():
         pass
@@ -428,11 +428,11 @@ def test_hugging_face_stream_continues_at_any_position(kind, num_workers):
     batches = source.batches(0, 0)
     assert [next(batches)["n"].tolist() for _ in range(3)] == whole[:3]
     source.plan(24, 1)
-    saved = source.position(0, 24)
+    saved = source.resume_info(0, 24)
     is_exact = is_at_least(datasets.__version__, "5.0.1")
     assert ("mark" in saved) == (is_exact and kind != "shuffled")
     resumed = wrap(loader, world_size=2)
-    resumed.load_position(saved)
+    resumed.load_resume_info(saved)
     assert [batch["n"].tolist() for batch in resumed.batches(0, 24)] == whole[3:]
     assert resumed.step_digest() == complete.step_digest()
 
@@ -443,10 +443,10 @@ def test_hugging_face_stream_that_has_changed_since_the_checkpoint_is_an_error()
     source, resumed = wrap(loader), wrap(changed)
     next(source.batches(0, 0))
     source.plan(4, 1)
-    saved = source.position(0, 4)
+    saved = source.resume_info(0, 4)
     if "mark" not in saved:
         pytest.skip("this version of datasets saves no exact state")
-    resumed.load_position(saved)
+    resumed.load_resume_info(saved)
     with pytest.raises(CheckpointError, match=r"cannot continue from its state .* another map\(\)"):
         next(resumed.batches(0, 4))
 
@@ -472,7 +472,7 @@ def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
     next(source.batches(0, 0))
     source.plan(3, 1)
     resumed = wrap(loader)
-    resumed.load_position(source.position(0, 3))
+    resumed.load_resume_info(source.resume_info(0, 3))
     with pytest.raises(RuntimeError, match=r"Unseeded, now gives other samples.*config\[BATCH"):
         next(resumed.batches(0, 3))
 
