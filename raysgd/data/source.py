@@ -97,7 +97,7 @@ class BatchSource:
             self.why_not_partitioned = ""
             self.who_reads = "your code selects the part of each worker"
         self._has_length = has_length and length_of(loader) is not None
-        self._iteration: Any = None  # the newest over the loader, until `close_workers`
+        self._iteration: Any = None  # the newest over the loader, until `end_processes`
         self._stopped_at: tuple[int, int] | None = None  # epoch and offset, if it can continue
         self.unread: Iterator[Any] | None = None  # the rest of an epoch, for the next segment
 
@@ -168,7 +168,7 @@ class BatchSource:
         """Return the group's steps in the newest iteration, if this worker read `num_batches`."""
         return num_batches
 
-    def close_workers(self) -> None:
+    def end_processes(self) -> None:
         """End the iteration, and stop the loader's processes. The next iteration starts others."""
         self.end_iteration()
         # PyTorch has no public way: it stops them with the iterator, which a traceback can keep.

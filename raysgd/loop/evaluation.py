@@ -48,7 +48,7 @@ class Evaluation:
         if request.loader is None:
             train_state.position.validation_offset = offset
         else:
-            source.close_workers()
+            source.end_processes()
         return call_record.result()
 
     def _evaluate(self, source: BatchSource, offset: int, request: ValidateRequest) -> int:
@@ -96,7 +96,7 @@ class Evaluation:
             self._compare_samples(source, batches)
         except BaseException:
             self._control.failed_at = batches.describe_position()
-            source.close_workers()
+            source.end_processes()
             raise
         finally:
             self.batches = None
@@ -125,7 +125,7 @@ class Evaluation:
         keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
         with self._reading(source) as batches:
             predictions = list(zip(keys, operator._predictions(batches), strict=False))
-        source.close_workers()
+        source.end_processes()
         return predictions
 
     def _compare_samples(self, source: BatchSource, batches: _EvaluationBatches) -> None:
@@ -150,7 +150,7 @@ class Evaluation:
             train_state.restoring_state(self._operator),
         ):
             metrics = self.validate(request)
-        source.close_workers()
+        source.end_processes()
         return metrics
 
 

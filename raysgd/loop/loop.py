@@ -306,5 +306,5 @@ class Loop:
                 )
                 bind_epoch(self.operator, segment, {}, self._position.epoch)()
         finally:
-            source.close_workers()
+            source.end_processes()
         source.repartition(context.world_size, context.world_rank, config_batch_size)

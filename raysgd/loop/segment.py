@@ -193,7 +193,7 @@ class Segment:
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
         if self.has_loader_failed:
-            self.source.close_workers()  # the next iteration begins at the offset
+            self.source.end_processes()  # the next iteration begins at the offset
         self.source.give_back(again)
 
     @property

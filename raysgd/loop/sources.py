@@ -217,7 +217,7 @@ class DataSources(ABC):
 
     def release(self) -> None:
         for source in self._sources.values():
-            source.close_workers()
+            source.end_processes()
 
     def describe(self) -> dict[str, str]:
         """Describe how the workers read each loader."""

@@ -52,7 +52,7 @@ class SequentialSource(PartitionedSource):
         if isinstance(getattr(loader, "dataset", loader), GroupedStream):
             self.reading_advice = "use the Stream without group and skip_broken"
         self._saved: Mapping[str, Any] = {}
-        self.close_workers()
+        self.end_processes()
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
         super().set_batch_size(size, follows_config)
@@ -61,7 +61,7 @@ class SequentialSource(PartitionedSource):
 
     def __iter__(self) -> Iterator[Any]:
         copied = self._copy_for_user()
-        copied.close_workers()
+        copied.end_processes()
         for batch in copied.batches(self.current_epoch or 0, 0):
             yield batch
             copied._buffer.trim(copied._span[0])
@@ -149,8 +149,8 @@ class SequentialSource(PartitionedSource):
 
     # ---- reading
 
-    def close_workers(self) -> None:
-        super().close_workers()
+    def end_processes(self) -> None:
+        super().end_processes()
         close_files(self._dataset)
         self._reading: tuple[int, int] | None = None  # epoch and seed
         self._buffer = StreamBuffer()
@@ -174,7 +174,7 @@ class SequentialSource(PartitionedSource):
         self._buffer.trim(offset)
 
     def _open(self, epoch: int, offset: int) -> None:
-        self.close_workers()
+        self.end_processes()
         for each in (self.loader, *(getattr(self.loader, n, None) for n in ("dataset", "sampler"))):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
@@ -206,7 +206,7 @@ class SequentialSource(PartitionedSource):
         except BaseException:
             if self._reading is not None:
                 self._saved = self.resume_info(self._reading[0], self._buffer.start)
-            self.close_workers()  # a generator that has raised looks like one that has ended
+            self.end_processes()  # a generator that has raised looks like one that has ended
             raise
 
 

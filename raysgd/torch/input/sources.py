@@ -224,8 +224,8 @@ class MapStyleSource(PartitionedSource):
             return [numbered.locate(*key) for key in keys]
         return [int(key) if isinstance(key, Integral) else repr(key) for key in keys]
 
-    def close_workers(self) -> None:
-        super().close_workers()
+    def end_processes(self) -> None:
+        super().end_processes()
         self._kept_loader = None
         close_files(self.loader.dataset)
 

@@ -469,12 +469,12 @@ def test_worker_processes_of_the_loader_keep_the_order_and_end(persistent):
         assert indices([next(first)]) == expected[:2]  # the iterator stays unfinished
         assert set(multiprocessing.active_children()) > before
         assert indices(source.batches(epoch, offset)) == expected
-        source.close_workers()
+        source.end_processes()
         assert indices(source.batches(epoch, offset)) == expected
     assert loader._iterator is None
     assert isinstance(loader.batch_sampler, BatchSampler)
     del first
-    source.close_workers()
+    source.end_processes()
     wait_until(lambda: set(multiprocessing.active_children()) <= before)
 
 
@@ -498,7 +498,7 @@ def test_every_setting_of_the_loader_is_kept():
     differing = {name for name, value in vars(loader).items() if kept[name] is not value}
     expected = {"batch_sampler", "in_order"}  # a position needs the order
     assert differing == expected | {"_iterator", "generator"}
-    source.close_workers()
+    source.end_processes()
 
 
 # ---- loaders with their own order or partition

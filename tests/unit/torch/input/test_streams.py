@@ -543,7 +543,7 @@ def test_files_are_closed_with_the_source(tmp_path, kind):
 
     next(source.batches(0, 0))
     assert is_open()
-    source.close_workers()  # otherwise, a collected cycle of objects warns of open files
+    source.end_processes()  # otherwise, a collected cycle of objects warns of open files
     assert not is_open()
 
 

@@ -251,8 +251,8 @@ def test_kept_loader_processes_use_a_new_seed():
     batches = list(source.batches(0, 0))
     source.reseed(2)
     again, expected = list(source.batches(0, 0)), list(fresh.batches(0, 0))
-    source.close_workers()
-    fresh.close_workers()
+    source.end_processes()
+    fresh.end_processes()
     assert digest(again) == digest(expected) != digest(batches)
 
 
