@@ -71,8 +71,8 @@ class Loop:
         self.evaluation = Evaluation(operator, control, self.call_record)
         self.snapshots = SnapshotTaker(self.train_state, read_snapshot)
 
-    def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
-        """Train up to the goal of a request, and return its answer.
+    def train(self, request: TrainRequest) -> Mapping[str, Any] | str:
+        """Train up to the goal of a request, and return its metrics, or PAUSED.
 
         Raise PausedError if the driver asked for a pause.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from raysgd._internal.runner import Request
 
@@ -19,7 +19,7 @@ class _EpochRequest(Request):
     profile: bool = False
 
 
-PAUSED = None
+PAUSED: Final = "paused"
 """Answer to a `TrainRequest` whose training has paused at `callback_pause_step`."""
 
 

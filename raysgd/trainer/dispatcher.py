@@ -155,7 +155,7 @@ class Dispatcher:
                 started = time.perf_counter()
                 results = [outcome.unpack() for outcome in controller.run(call)]
                 seconds, ended = seconds + time.perf_counter() - started, time.time()
-                is_paused = results[0] is PAUSED
+                is_paused = results[0] == PAUSED
                 self.callback_list.pause(trainer)
         finally:
             call.on_progress = call.log_points.on_log = None  # they keep the trainer alive
