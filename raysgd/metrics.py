@@ -341,8 +341,7 @@ class AverageMeterCollection:
 
     def latest(self) -> dict[str, float]:
         """Return the newest values of the first four metrics, without arrays."""
-        names = [*self._meters, *self._mergeable][:4]
-        newest = {name: self._newest(name) for name in names}
+        newest = {name: self._newest(name) for name in [*self._meters, *self._mergeable][:4]}
         return {name: number[""] for name, number in newest.items() if "" in number}
 
     def _newest(self, name: str) -> dict[str, float]:

@@ -36,5 +36,4 @@ class GroupOptions:
 
 def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
     """Return an upper bound of the bundles that fit: all resources could be on one node."""
-    counts = [int(resources.get(name, 0) // need) for name, need in bundle.items()]
-    return min(counts, default=0)
+    return min((int(resources.get(name, 0) // n) for name, n in bundle.items()), default=0)

@@ -187,8 +187,7 @@ def reserve(
         sizes = [num_workers, min_workers]
     for size in sizes:
         # Spend the remaining time on the minimum.
-        left_s = deadline - time.monotonic() if size == min_workers else 0.0
-        wait_s = max(left_s, SETTLE_S)
+        wait_s = max(deadline - time.monotonic() if size == min_workers else 0.0, SETTLE_S)
         group = _request_group([dict(bundle)] * size, placement_strategy, wait_s, is_wanted)
         if group is not None:
             room = Reservation(group, range(size), owned=True, is_strict=is_strict)

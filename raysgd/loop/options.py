@@ -115,8 +115,7 @@ class Options(ABC):
     def from_arguments(cls, values: Mapping[str, Any], **computed: Any) -> Self:
         """Create options from the arguments of a trainer, and from `computed` ones."""
         names = {each.name for each in dataclasses.fields(cls)}
-        given = {name: value for name, value in values.items() if name in names}
-        return cls(**given | computed)
+        return cls(**{key: value for key, value in values.items() if key in names} | computed)
 
     # ---- for subclasses
 

@@ -65,8 +65,7 @@ class TorchRunner(OperatorRunner):
         if "tensorflow" in sys.modules:  # a module of the operator has imported it
             refuse_triton()
         device = _choose_device(bool(self._options.use_gpu), context)
-        settings = TorchSettings(device=device, **arguments)
-        operator = build_operator(operator_cls, config, settings)
+        operator = build_operator(operator_cls, config, TorchSettings(device=device, **arguments))
         self.start_operator(operator, TorchStateAccess(operator._train_state))
 
     def teardown(self) -> None:

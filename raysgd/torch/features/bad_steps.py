@@ -67,6 +67,11 @@ class BadStepFilter(UpdateFeature):
             return
         registered, spike = self._registered, self._options.spike
         precision, exchange = registered.precision, registered.exchange
+        if update.optimizer_steps.counts and not registered.placement.is_unsharded(optimizer):
+            raise RuntimeError(
+                "With bad_steps and sharding, an update has one step of the optimizer. The first "
+                "step could not be undone. Add up the losses, and step once."
+            )
         norm = float(exchange.norm(precision.parameters(optimizer))[1])
         is_finite = math.isfinite(norm)
         if is_finite and spike is None and registered.placement.replicates:
