@@ -43,6 +43,8 @@ class StepChecks(UpdateFeature):
         has_gap = update.loss_weights.num_earlier < update.index
         if has_gap and any(map(_has_gradients, self._registered.optimizers)):
             self._refuse_split(_NO_BACKWARD)
+        if update.is_split and not update.has_fixed_parts and self._has_gradient_hooks():
+            self._refuse_split("a hook of a parameter may change accumulated gradients")
         self._watch_gradients(self._precision.scales_loss or not update.has_one_micro_batch)
 
     def before_commit(self, update: Update) -> None:
@@ -175,6 +177,13 @@ class StepChecks(UpdateFeature):
             )
 
     # ---- gradients that are not final
+
+    def _has_gradient_hooks(self) -> bool:
+        """Return whether user code has hooks that see the gradients of earlier micro-batches."""
+        own = self._registered.options.elastic.shares == "measured"  # a hook of `SampleRate`
+        parameters = (p for model in self._registered.models for p in model.parameters())
+        # No public attribute has these hooks.
+        return any(len(each._post_accumulate_grad_hooks or ()) > own for each in parameters)
 
     def _watch_gradients(self, is_watched: bool) -> None:
         watched = self._registered.optimizers if is_watched else ()

@@ -347,6 +347,13 @@ class Changing(Exact):
         return super().optimizer_step(optimizer)
 
 
+class Hooked(Exact):
+    def register(self, **arguments):
+        for each in arguments["models"].parameters():
+            each.register_post_accumulate_grad_hook(lambda p: p.grad.__setitem__(..., p.grad / 2))
+        return super().register(**arguments)
+
+
 class Skipping(Exact):
     """Makes no update if any worker has sample 4 in its batch."""
 
@@ -370,6 +377,7 @@ class OwnLoop(Exact):
 WHOLE = {
     Raw: "train_batch calls optimizer.step()",
     Changing: "train_batch changes gradients before it steps an optimizer",
+    Hooked: "a hook of a parameter may change accumulated gradients",
     Skipping: "train_batch makes no update in the last batch of a group",
     Twofold: "train_batch computes gradients after it has stepped an optimizer",
     OwnLoop: "only the default train_epoch",
