@@ -73,8 +73,7 @@ class TensorflowBackend(CollectiveBackend):
         address = f"{host}:{self._reserved_port.getsockname()[1]}"
         store = StoreClient(rendezvous)
         store.request("set", str(context.world_rank), address)
-        ranks = [str(rank) for rank in range(context.world_size)]
-        workers = store.get(ranks, self._timeout_s)
+        workers = store.get([*map(str, range(context.world_size))], self._timeout_s)
         os.environ["TF_CONFIG"] = json.dumps(
             {
                 "cluster": {"worker": workers},

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401  before a group, which its defaults keep
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from raysgd._internal.config import env_seconds
