@@ -33,7 +33,7 @@ class ParsedBatch(NamedTuple):
 
     @property
     def lengths(self) -> set[int]:
-        return {len(tensor) for tensor in tensors_in(list(self)) if tensor.dim()}
+        return {tensor.size(0) for tensor in tensors_in(list(self)) if tensor.dim()}
 
     def count_samples(self, drawn: int | None = None) -> tuple[int, bool]:
         """Return the number of samples, and whether it is clear.
@@ -46,15 +46,15 @@ class ParsedBatch(NamedTuple):
             return drawn, True  # saves time
         content = (self.arguments, self.keywords) if target is None else target
         tensors, lengths = tensors_in(content), self.lengths
-        rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(content))
+        rows = next((t.size(0) for t in tensors if t.dim()), 1 if tensors else len(content))
         if drawn is None:
             inputs = tensors_in([self.arguments, self.keywords])
-            first = next((len(t) for t in inputs if t.dim()), rows)
+            first = next((t.size(0) for t in inputs if t.dim()), rows)
             return rows, len(lengths) < 2 or (isinstance(target, torch.Tensor) and first == rows)
         is_list = any(
             isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, content)
         )
-        widths = {t.shape[1] if t.dim() > 1 else 0 for t in tensors_in(list(self))}
+        widths = {0 if t.is_nested or t.dim() < 2 else t.size(1) for t in tensors_in(list(self))}
         is_known = len(lengths) != 1 or is_list or widths == {drawn}  # or dimension 0 is the time
         return drawn if is_known else rows, is_known or rows == drawn
 
