@@ -61,8 +61,7 @@ class ImageClassifier(SupervisedOperator):
         metrics = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
         k = self.options["top_k"]
         if k is not None:
-            best = output.topk(k, dim=1).indices
-            hit = (best == target.unsqueeze(1)).any(dim=1)
+            hit = (output.topk(k, dim=1).indices == target.unsqueeze(1)).any(dim=1)
             metrics[f"top{k}_accuracy"] = hit.double().mean()
         return metrics
 

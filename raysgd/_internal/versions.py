@@ -53,5 +53,4 @@ def check_oldest(owner: str, name: str, version: str) -> None:
 
 def _truncate(version: str, precision: str) -> list[int]:
     """Return the first numbers of a version, as many as `precision` has."""
-    numbers = [int(number) for number in re.findall(r"\d+", version)]
-    return numbers[: precision.count(".") + 1]
+    return [*map(int, re.findall(r"\d+", version))][: precision.count(".") + 1]

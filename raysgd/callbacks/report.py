@@ -153,8 +153,7 @@ class RunLog:
             for event in self.events
             if event["kind"] in _MARKS
         ]
-        stops = ((step, "interrupted", f"{s:.0f} s") for step, s in self.interruptions)
-        return [*found, *stops]
+        return [*found, *((step, "interrupted", f"{s:.0f} s") for step, s in self.interruptions)]
 
     def calls_of(self, kind: str) -> list[Record]:
         """Return the calls of a kind."""

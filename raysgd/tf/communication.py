@@ -58,8 +58,7 @@ class GlooCollectives(KerasCollectives):
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
         arrays = [tensor.numpy() for tensor in tensors]
         # PyTorch cannot read arrays of bfloat16.
-        is_double = any(array.dtype == np.float64 for array in arrays)
-        dtype = np.float64 if is_double else np.float32
+        dtype = np.float64 if any(array.dtype == np.float64 for array in arrays) else np.float32
         flat: Any = np.concatenate([array.ravel() for array in arrays], dtype=dtype)
         self._dist.all_reduce(self._torch.from_numpy(flat))
         flat /= self.size
@@ -102,8 +101,7 @@ class HorovodCollectives(KerasCollectives):
         return [int(number) for number in of_all.min(axis=0)]
 
     def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        value = make() if self.rank == rank else None
-        return self._hvd.broadcast_object(value, root_rank=rank)
+        return self._hvd.broadcast_object(make() if self.rank == rank else None, root_rank=rank)
 
 
 def create_collectives(settings: TFSettings) -> KerasCollectives:

@@ -137,8 +137,7 @@ def _multiply_weights(class_weight: Mapping[Any, float], target: Any, sample_wei
         )
     classes = np.asarray(target)
     if classes.ndim > 1:
-        one_hot = classes.shape[-1] > 1
-        classes = classes.argmax(axis=-1) if one_hot else classes[..., 0]
+        classes = classes.argmax(axis=-1) if classes.shape[-1] > 1 else classes[..., 0]
     factors = [class_weight.get(each, 1.0) for each in classes.round().astype(int).ravel().tolist()]
     weights = np.asarray(factors, np.float32).reshape(classes.shape)
     if sample_weight is None:

@@ -291,8 +291,7 @@ class TrainingOperator(OperatorBase):
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
         """Return the loss, the output, and the masks of the output, which graphs drop."""
         output = self._find_only("model")(features, training=training)
-        losses = self._train_state.losses
-        loss = losses.total(features, target, output, weights, training)
+        loss = self._train_state.losses.total(features, target, output, weights, training)
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
         return loss, output, masks
 

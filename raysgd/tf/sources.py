@@ -207,8 +207,7 @@ class DatasetSource(PartitionedSource):
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order, because some may have started more iterations."""
-        order = -collectives.all_reduce_min(-self._next_order(epoch, offset))[0]
-        self._iterate(order, epoch)
+        self._iterate(-collectives.all_reduce_min(-self._next_order(epoch, offset))[0], epoch)
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         """Return the plan of the step that was read last, because only its batches have sizes."""

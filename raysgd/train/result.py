@@ -44,8 +44,7 @@ class Result:
     @property
     def metrics_dataframe(self) -> Any:
         """All reports of worker 0, as a DataFrame of pandas, which must be installed."""
-        pandas = import_extra("Result.metrics_dataframe", "pandas", "data")
-        return pandas.DataFrame(self.history)
+        return import_extra("Result.metrics_dataframe", "pandas", "data").DataFrame(self.history)
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:

@@ -263,8 +263,7 @@ class OperatorTrainer(TrainerProperties):
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
         number = next(self._dispatcher.call_numbers)
-        request = UpdateSchedulersRequest(call_number=number, metric=metric)
-        self._dispatcher.run(request)
+        self._dispatcher.run(UpdateSchedulersRequest(call_number=number, metric=metric))
 
     # ---- state
 
