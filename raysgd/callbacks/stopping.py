@@ -14,12 +14,12 @@ from raysgd.callbacks.base import Callback, LastCall, Trainer
 class EarlyStopping(Callback):
     """Stops ``fit()`` when a metric has not improved for `patience` epochs in a row.
 
-    The trainer's state includes the state of this callback. A resumed run stops when the whole run
-    would have stopped, and a run that was stopped does not train again.
+    A saved state includes this callback. A run that was stopped does not train again, and a resumed
+    one stops when the whole run would, unless it resumes within an epoch and monitors `train_loss`,
+    which then omits the start of that epoch.
 
     Args:
-        monitor: name of a metric of training or validation. If both have it, the one of validation
-            counts.
+        monitor: name of a metric. If training and validation have it, the one of validation counts.
         mode: "min" if smaller values are better, or "max". None: from the name of the metric, as
             "max" for ``val_accuracy``.
         patience: number of epochs without improvement. Several values of an epoch count once.
