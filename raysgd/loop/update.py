@@ -131,7 +131,7 @@ class Update:
     @property
     def is_split(self) -> bool:
         """Whether batches are split into micro-batches."""
-        return self.num_micro_batches > self.plan.num_steps
+        return len(self.plan.micro_batches) * self.num_splits > self.plan.num_steps
 
     @property
     def has_one_micro_batch(self) -> bool:

@@ -43,7 +43,7 @@ class Schedules(UpdateFeature):
     def begin_micro_batch(self, update: Update) -> None:
         """Begin each micro-batch of a step with the same rates, which `train_batch` may change."""
         registered = self._registered
-        if not (update.is_split or update.optimizer_steps.need_copies):
+        if not (update.is_split or (registered.schedulers and update.optimizer_steps.need_copies)):
             return
         groups = [g for o in registered.optimizers if update.is_split for g in o.param_groups]
         if update.begins_step:

@@ -149,7 +149,8 @@ class StepChecks(UpdateFeature):
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
                 "not have. Override train_batch, and call self.optimizer.step(closure) in it."
             )
-        if (losses.has_loss or self._precision.scales_loss) and self._have_changed(optimizer):
+        is_watched = self._watched and (losses.has_loss or self._precision.scales_loss)
+        if is_watched and self._have_changed(optimizer):
             num_batches = self._registered.accumulation_steps
             accumulation = f"gradient_accumulation_steps={num_batches}"
             why = accumulation if num_batches > 1 else self._precision.name
