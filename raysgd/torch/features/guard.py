@@ -68,7 +68,8 @@ class ReplicaGuard(UpdateFeature):
     def sync_initial_state(self) -> None:
         self._contents.record_buffers()
 
-    sync_buffers = sync_initial_state
+    def sync_buffers(self) -> None:
+        self._contents.record_buffers()
 
     def begin_generation(self) -> None:
         self._is_due = self._is_new = True
