@@ -46,6 +46,10 @@ class BatchLosses:
         self.criterion: Any = None if criterion is None else MeanLoss(criterion, model)
         self._metrics = BatchMetrics(model, metrics)
         self._class_weight = class_weight
+        layers = flat_layers(model) if model else ()
+        self._stateful_layers = [
+            each for each in layers if getattr(each, "stateful", False) and hasattr(each, "states")
+        ]
 
     @property
     def uses_model_loss(self) -> bool:
@@ -54,10 +58,22 @@ class BatchLosses:
         return has_own or (self.criterion is None and self._model.compiled)
 
     def unpack(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
-        """Return the features, target, and sample weights, with class weights in training."""
+        """Return the features, target, and sample weights, with class weights in training.
+
+        Raises:
+            ValueError: If a stateful layer keeps states of another number of rows.
+        """
         for metric in own_metrics(self._model):
             metric.reset_state()
-        features, target, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        features, target, weights = unpacked = keras.utils.unpack_x_y_sample_weight(batch)
+        for layer in self._stateful_layers:
+            kept = {state.shape[0] for state in tf.nest.flatten(layer.states or [])}
+            if kept - {count_samples(unpacked)}:
+                raise ValueError(
+                    f"{layer.name!r} keeps states of {max(kept)} rows, but the batch has "
+                    f"{count_samples(unpacked)}. Pass batches of one size, such as "
+                    "dataset.batch(n, drop_remainder=True)."
+                )
         if training and self._class_weight:
             weights = _multiply_weights(self._class_weight, target, weights)
         return features, target, weights

@@ -344,7 +344,10 @@ def test_layers_that_connect_workers_or_batches_need_one_worker(build, workers, 
 
     refused = pytest.raises(NotImplementedError, match=f"(?s)'norm'.*{said}|{said}.*'norm'")
     with refused if workers == 2 else contextlib.nullcontext():
-        build(Given, {"make": make, "loss": "mse", "metrics": []}, num_workers=workers)
+        operator = build(Given, {"make": make, "loss": "mse", "metrics": []}, num_workers=workers)
+    if said.startswith("stateful") and workers == 1:
+        with pytest.raises(ValueError, match="'norm' keeps states of 8 rows, but the batch has 1"):
+            operator.train_batch((np.zeros((1, 2, 4)), np.zeros((1, 1))), {})
 
 
 def test_layers_that_build_leaves_unbuilt_are_built(build):
