@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,11 @@ class FrozenParameters(UpdateFeature):
 
     def has_kept(self, snapshot: Mapping[str, Any]) -> bool:
         is_exact = any(parameter.is_cuda for parameter in [*self._digest_cache])
-        lacking = snapshot.get(FROZEN_KEY)
-        return is_exact or not lacking or lacking == self.digests_of_unchanged()
+        if is_exact or not (lacking := snapshot.get(FROZEN_KEY)):
+            return True
+        self._digest_cache = {}
+        pairs = zip(lacking, self._models, strict=True)
+        return all(each.items() <= self._digests_of(model, each).items() for each, model in pairs)
 
     def complete(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with this worker's parameters for those that it lacks.
@@ -98,11 +101,11 @@ class FrozenParameters(UpdateFeature):
     def after_user_function(self) -> None:
         self._digest_cache = {}
 
-    def _digests_of(self, model: torch.nn.Module) -> dict[str, int]:
+    def _digests_of(self, model: torch.nn.Module, also: Container[str] = ()) -> dict[str, int]:
         return {
             name: self.digest_of(parameter)
             for name, parameter in model.named_parameters(remove_duplicate=False)
-            if not parameter.requires_grad and has_bits(parameter)
+            if (name in also or not parameter.requires_grad) and has_bits(parameter)
         }
 
     def digest_of(self, parameter: torch.Tensor) -> int:

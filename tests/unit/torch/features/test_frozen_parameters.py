@@ -92,6 +92,8 @@ def test_layer_that_user_code_changed_stays():
     runner = runner_with_snapshots(4, operator_cls=Tuned)
     runner.operator._train_state.registered.frozen.are_reproducible = True
     runner.handle(TrainRequest(call_number=0, until_step=7))
+    runner.operator.model.norm.requires_grad_(True)  # it still is as setup made it
+    assert "norm.weight" not in runner.acquire_snapshot()["models"][0]
     runner.operator.model.base.weight.data[0, 1] = 2  # as a step does, without a new version
     assert runner.acquire_snapshot() is None  # it may lack the change
     runner.handle(TrainRequest(call_number=0, until_step=9))
