@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.step_checks import StepChecks
@@ -40,6 +42,7 @@ class Schedules(UpdateFeature):
             has_metric = takes != "epoch" or required_arguments(scheduler.step)
             scheduler.step(*[metric] if has_metric else [])
 
+    @torch.no_grad()
     def begin_micro_batch(self, update: Update) -> None:
         """Begin each micro-batch of a step with the same rates, which `train_batch` may change."""
         registered = self._registered
@@ -49,11 +52,12 @@ class Schedules(UpdateFeature):
         if update.begins_step:
             self._of_step = list(map(scheduler_state, registered.schedulers))
             self._of_update = self._of_update or self._of_step
-            self._rates = [{k: copy_leaf(g[k]) for k in g if k != "params"} for g in groups]
+            self._rates = [{k: (g[k], copy_leaf(g[k])) for k in g if k != "params"} for g in groups]
         else:
             self._restore(self._of_step)
             for group, rates in zip(groups, self._rates, strict=True):
-                group.update({name: copy_leaf(rate) for name, rate in rates.items()})
+                for name, (rate, old) in rates.items():  # user code may hold a rate in a tensor
+                    group[name] = rate.copy_(old) if torch.is_tensor(rate) else copy_leaf(old)
 
     def commit(self, update: Update) -> None:
         self._of_update = []

@@ -409,9 +409,12 @@ def test_batches_that_cannot_be_split_stay_whole_with_one_warning(operator_cls, 
 def test_parts_of_a_step_change_its_schedules_once():
     config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
     two, one = (Workers(size, config, 2, SteppingSchedulers) for size in (2, 1))
+    group = one.members[0].operator.optimizers[2].param_groups[0]
+    rate = group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
     two.train(12)
     one.train(12)
     assert one.members[0].operator.largest == 3
+    assert group["lr"] is rate
     one.check(flat(two.members[0].operator.model), 12)
 
 
