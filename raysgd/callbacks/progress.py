@@ -129,10 +129,11 @@ class ProgressBar(Callback):
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, "validate", metrics)
 
-    def on_train_end(self, trainer: Trainer, error: BaseException | None = None) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         self._close()
 
-    on_exception = on_train_end
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._close()  # before the traceback, because the callback ends only with the trainer
 
     def _begin(self, trainer: Trainer, kind: str, label: str) -> None:
         self._close()
