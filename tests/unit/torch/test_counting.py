@@ -23,8 +23,13 @@ def detection(keys):
 
 
 def lists(keys):
-    images, targets = detection(keys)
-    return tuple(image.expand(2, 3) for image in images), tuple(targets)
+    _, targets = detection(keys)
+    return tuple(FEATURES[k].expand(1 + k % 2, 3) for k in keys), tuple(targets)
+
+
+def nested(keys):
+    images, targets = lists(keys)
+    return torch.nested.nested_tensor([*images]), targets
 
 
 def box_loss(output, target):
@@ -47,7 +52,7 @@ def time_major(keys):
 
 class Net(torch.nn.Linear):
     def forward(self, features):
-        if isinstance(features, tuple):
+        if isinstance(features, tuple) or features.is_nested:
             features = torch.stack([each.mean(0) for each in features])
         return super().forward(features)
 
@@ -70,11 +75,13 @@ class Counts(TrainingOperator):
 FORMATS = {
     "detection": (detection, box_loss),
     "lists": (lists, box_loss),
+    "nested": (nested, box_loss),
     "concatenated": (concatenated, loss_of_parts),
     "time-major": (time_major, squares),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_loader_knows_the_number_of_samples(make_trainer, kind, caplog):
     collate, criterion = FORMATS[kind]
