@@ -513,10 +513,8 @@ def test_after_an_error_training_goes_on_with_the_batch_that_failed(
     result = trainer.train()
     assert (result["epoch"], result["num_samples"]) == (1, 24)
     assert operator.trained == EPOCH
-    for mine, its in zip(
-        operator.model.state_dict().values(), its_operator.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(mine, its)
+    models = [each.model.state_dict() for each in (operator, its_operator)]
+    torch.testing.assert_close(*models, rtol=0, atol=0)
 
 
 def test_an_error_of_the_loader_reaches_the_caller_and_training_goes_on(start):
