@@ -52,11 +52,16 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
     def _row_group(self, opened: Any, group: int) -> Any:
         # INT96 of Spark: nanoseconds, the default, wrap around after 2262
         file = _pyarrow().ParquetFile(opened, coerce_int96_timestamp_unit="us")
-        names = file.schema_arrow.names
+        schema, names = file.schema_arrow, file.schema_arrow.names
         if missing := set(self._columns or ()) - set(names):
             raise ValueError(
                 f"parquet(columns={self._columns!r}): there is no {sorted(missing)}. The columns "
                 f"are {names}."
+            )
+        if repeated := [n for n in self._columns or names if schema.get_field_index(n) < 0]:
+            raise ValueError(
+                f"parquet(): several columns have the name {repeated[0]!r}. Rename them, or pass "
+                "the names of other columns=[...]."
             )
         return file.read_row_group(group, columns=self._columns, use_threads=False)
 

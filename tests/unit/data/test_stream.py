@@ -481,13 +481,13 @@ def test_other_weights_of_a_mix_within_an_epoch_are_an_error(tmp_path):
         check_files(mix(streams, [1, 2]), file_stamps(mix(streams, [2, 1])))
 
 
-def test_columns_that_a_file_lacks_are_an_error(tmp_path):
-    pq.write_table(pa.table({"x": [1], "y": [2]}), tmp_path / "data.parquet")
-    stream = Stream(parquet(tmp_path / "data.parquet", columns=["y", "z"]))
-    with pytest.raises(
-        ValueError, match=r"data.parquet: .* no \['z'\]. The columns are \['x', 'y'\]"
-    ):
-        list(stream)
+def test_columns_that_a_file_lacks_or_has_twice_are_an_error(tmp_path):
+    pq.write_table(pa.table([[1], [2], [3]], ["x", "y", "x"]), tmp_path / "data.parquet")
+    errors = {"z": r"no \['z'\]. The columns are \['x', 'y', 'x'\]", "x": "have the name 'x'"}
+    for name, error in errors.items():
+        with pytest.raises(ValueError, match=f"data.parquet: .* {error}"):
+            list(Stream(parquet(tmp_path / "data.parquet", columns=["y", name])))
+    assert list(Stream(parquet(tmp_path / "data.parquet", columns=["y"]))) == [{"y": 2}]
 
 
 def test_parquet_times_of_spark_after_2262_keep_their_year(tmp_path):
