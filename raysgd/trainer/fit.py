@@ -173,9 +173,11 @@ class FitLoop:
         """Pass the metrics of ``train()`` to the callbacks."""
         self._results = [(metrics, result.last_call)]
         hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
-        self.dispatcher.report(hook, trainer, metrics, result.last_call)
-        if result.has_completed_epoch and not self.is_validation_due:
-            self._report_result(trainer)
+        try:
+            self.dispatcher.report(hook, trainer, metrics, result.last_call)
+        finally:  # also after Ctrl-C in a callback
+            if result.has_completed_epoch and not self.is_validation_due:
+                self._report_result(trainer)
 
     def validate(
         self,

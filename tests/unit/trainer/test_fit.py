@@ -457,7 +457,7 @@ def test_a_missing_validation_is_skipped_if_validate_every_excludes_it(broken_of
         (KeyboardInterrupt, "a callback", 10),
     ],
 )
-def test_a_trainer_works_after_an_error_that_callbacks_see_once(make_trainer, error, where, step):
+def test_trainer_works_after_an_error_callbacks_see_once(make_trainer, error, where, step, capsys):
     class Interrupting(Callback):
         def on_epoch_end(self, trainer, metrics):
             if where == "a callback" and trainer.epoch == 2:
@@ -474,12 +474,13 @@ def test_a_trainer_works_after_an_error_that_callbacks_see_once(make_trainer, er
 
     trainer.get_local_operator().fail = fail
     with pytest.raises(error):
-        trainer.fit(3, callbacks=[own])
+        trainer.fit(3, callbacks=[own], validate_every=None)
     for each in (spy, own):
         ends = [("on_exception", error.__name__), ("on_train_end", 2)]
         assert [call[1:] for call in each.calls[-2:]] == ends
         assert each.hooks.count("on_exception") == 1
     assert trainer.global_step == step
+    assert ("epoch 2/3" in capsys.readouterr().err) == (where == "a callback")
     trainer.get_local_operator().fail = idle
     assert [entry["epoch"] for entry in trainer.fit(3)] == ([2, 3] if step < 10 else [3])
     assert own.hooks[-1] == "on_train_end"
