@@ -15,7 +15,7 @@ import torch
 from raysgd import train
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
-from raysgd.train import runner, worker_session
+from raysgd.train import integrations, worker_session
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_session import RunSpec
 
@@ -60,7 +60,7 @@ def test_ray_sets_up_a_tracker_on_worker_0_only(make_worker, rank, tmp_path, mon
         module = importlib.import_module(f"{package.__name__}.{name}")
         monkeypatch.delitem(sys.modules, module.__name__)
         monkeypatch.delattr(package, name)
-    monkeypatch.setattr(sys, "meta_path", [runner.IntegrationFinder, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [integrations.IntegrationFinder, *sys.meta_path])
     uri = (tmp_path / "runs").as_uri()
 
     def function():
@@ -83,7 +83,7 @@ def test_ray_sets_up_a_tracker_on_worker_0_only(make_worker, rank, tmp_path, mon
 
 def test_a_run_that_ignores_everything_keeps_nothing(run):
     run(rank=1, size=2)
-    ignored, loss = runner._on_worker_0(lambda: None), torch.ones(1)
+    ignored, loss = integrations._on_worker_0(lambda: None), torch.ones(1)
     with ignored as inner:
         inner.log({"loss": loss}).more[0] = loss
     kept = weakref.ref(loss)
