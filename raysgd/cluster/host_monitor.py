@@ -31,18 +31,18 @@ from raysgd.comm.network import address_towards, is_single_node, shut_down
 
 logger = logging.getLogger(__name__)
 
-_SILENCE_S = 4  # seconds without an answer after which the kernel closes a connection
+_KEEPALIVE_S = 4  # seconds without an answer after which the kernel closes a connection
 _KEEPALIVE = {
     "TCP_KEEPIDLE": 1,
     "TCP_KEEPINTVL": 1,
-    "TCP_KEEPCNT": _SILENCE_S - 1,
+    "TCP_KEEPCNT": _KEEPALIVE_S - 1,
     # Covers the end of the handshake, when the kernel sends no probes.
-    "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
+    "TCP_USER_TIMEOUT": _KEEPALIVE_S * 1000,
 }
 _REACHED_MS = 1500  # milliseconds without an answer, after which a host counts as silent
 _LAST_ANSWER = slice(56, 60)  # tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, milliseconds
 _RECONNECT_S = 3.0  # seconds that a live worker may take to reconnect
-_TICK_S = 0.25
+_RECONNECT_EVERY_S = 0.25  # seconds between two attempts of a worker, or checks of the driver
 _CONNECT_S, _REACH_S = 5.0, 0.5
 _NUM_REFUSALS = 3  # refused connections after which a worker exits; a busy driver may refuse one
 _END_S = 1.0  # seconds that Ray may take to kill a refused worker before the worker exits by itself
@@ -112,12 +112,12 @@ class HostWatch:
             if is_over or (not may_return and self._monitor.is_any_reachable()):
                 cause = "its host closed the connection to the driver"
                 if is_silent:
-                    seconds = _SILENCE_S + waited_s
+                    seconds = _KEEPALIVE_S + waited_s
                     cause = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
                 self.close()
                 self._lose(HostError(cause))
                 return
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(_RECONNECT_EVERY_S)
 
 
 @dataclass(eq=False)
@@ -223,7 +223,7 @@ class DriverWatch:
                 waited_s = time.monotonic() - began
                 if waited_s > self._driver_grace_s:
                     reason = f"the driver was unreachable for {waited_s:.0f} s (driver_grace_s)"
-            time.sleep(_TICK_S)
+            time.sleep(_RECONNECT_EVERY_S)
         print(f"raysgd: this worker exits because {reason}.", file=sys.stderr)
         return None
 

@@ -14,8 +14,8 @@ from raysgd.cluster.worker_handle import WorkerHandle
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0  # seconds between two requests to Ray
-_SILENT_S = 2.0  # seconds without an answer after which the Ray head node counts as unresponsive
+_POLL_RAY_EVERY_S = 1.0  # seconds between two requests to Ray
+_HEAD_SILENT_S = 2.0  # seconds without an answer after which the Ray head node counts as silent
 _TERM_S = 10.0  # seconds that a process usually survives after SIGTERM
 
 
@@ -60,7 +60,7 @@ class PreemptionNotices:
             self._is_over = self._asked_at = None
 
     def _ask(self, is_over: threading.Event) -> None:
-        while not is_over.wait(_LOOK_EVERY_S):
+        while not is_over.wait(_POLL_RAY_EVERY_S):
             self._asked_at = self._clock.monotonic()
             with contextlib.suppress(Exception):  # Ray is shut down
                 from ray._private.state import state  # Ray 2.60 has no public API for this
@@ -77,7 +77,7 @@ class PreemptionNotices:
         Log the start of the silence.
         """
         asked_at = self._asked_at
-        if asked_at is None or self._clock.monotonic() - asked_at <= _SILENT_S:
+        if asked_at is None or self._clock.monotonic() - asked_at <= _HEAD_SILENT_S:
             return False
         if self._logged_at != asked_at:
             self._logged_at = asked_at

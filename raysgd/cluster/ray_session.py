@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
-_ANSWER_S = 15.0
+_HEAD_ANSWER_S = 15.0  # seconds that the Ray head node may take to answer
 _ADDRESS = re.compile(r"\w+://\S+|[^\s/]+:\d+")
 _ADVICE = "Start the cluster or correct the address. RAY_ADDRESS=local starts Ray here."
 _TOKEN_ADVICE = (
@@ -134,9 +134,9 @@ def _ask_head(address: str) -> None:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(_ANSWER_S)
+    thread.join(_HEAD_ANSWER_S)
     if thread.is_alive():
-        raise TimeoutError(f"the server does not answer within {_ANSWER_S:g} s")
+        raise TimeoutError(f"the server does not answer within {_HEAD_ANSWER_S:g} s")
     if errors:
         raise errors[0]
 

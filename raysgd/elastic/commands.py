@@ -21,19 +21,19 @@ from raysgd.errors import WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
-BUSY_TICK_S = 0.05
-"""Seconds between two looks while workers start or progress is shown."""
+FAST_MONITOR_INTERVAL_S = 0.05
+"""Seconds between two checks of the group while workers start or progress is shown."""
 ANSWER_S = 0.7
 """Seconds that idle workers may take to answer a short request."""
 _RETURN_S = 0.7
 """Seconds that interrupted workers may take to return."""
 _NODE_LOSS_S = 10.0
 """Seconds that Ray may take to report a lost node."""
-_SILENCE_S = 10.0
+_STOPPED_S = 10.0
 """Seconds that a stopped process may take to answer."""
 _RESCUE_S = 10.0
 """Seconds that a worker may take to send its state before all workers restart."""
-_LOOK_EVERY_S = 1.0
+_PROBE_EVERY_S = 1.0
 """Seconds between two checks of workers that have not answered."""
 _ASK_AGAIN_S = 0.05
 """Seconds to wait before a worker whose answer was lost is asked again."""
@@ -163,24 +163,24 @@ class Commands:
         """Return the progress of workers, and the lost workers. Kill workers that do not answer.
 
         A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`, or until
-        `is_over`. A stopped process may take `_SILENCE_S`.
+        `is_over`. A stopped process may take `_STOPPED_S`.
         """
         asked = {member: member.submit_control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
         began = looked = self.group.clock.monotonic()
         while True:
-            self.group.clock.wait(asked.values(), _LOOK_EVERY_S)
+            self.group.clock.wait(asked.values(), _PROBE_EVERY_S)
             now = self.group.clock.monotonic()
             if self.group.detect_cut_off():
                 began = looked = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
             again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_be_alive(e)]
-            if now - began >= _SILENCE_S:
+            if now - began >= _STOPPED_S:
                 again = []
             silent = [member for member, answer in asked.items() if not answer.done()]
             if not (again or silent) or is_over():
                 break
-            if now - looked >= _SILENCE_S:
+            if now - looked >= _STOPPED_S:
                 looked = now
                 lost |= self._silent_too_long(silent, now - began)
                 asked = {member: answer for member, answer in asked.items() if member not in lost}
@@ -199,9 +199,9 @@ class Commands:
     ) -> dict[WorkerHandle, BaseException]:
         """Return the workers to declare lost: stopped ones, and all of them after `timeout_s`."""
         why = f"no answer within {waited_s:.0f} s"
-        if waited_s < max(self.timeout_s, _SILENCE_S):
+        if waited_s < max(self.timeout_s, _STOPPED_S):
             states = {member: member.ask_if_stopped() for member in silent}
-            self.group.clock.wait(states.values(), _SILENCE_S)
+            self.group.clock.wait(states.values(), _STOPPED_S)
             stopped = [member for member, is_stopped in results_of(states).items() if is_stopped]
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))

@@ -18,7 +18,7 @@ from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import policies, state_machine
 from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Commands
+from raysgd.elastic.commands import ANSWER_S, FAST_MONITOR_INTERVAL_S, Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import GroupRecord, list_ranks
@@ -35,7 +35,7 @@ _RESTART_STRAGGLER_S = 5.0
 """The same limit in seconds for training functions, whose workers restart from a checkpoint."""
 _MENTION_S = 30.0
 """Seconds after which to log what a start or a rejoin is waiting for."""
-_START_TICK_S = 0.01
+_START_INTERVAL_S = 0.01
 
 
 @dataclass(eq=False)
@@ -184,7 +184,7 @@ class GroupFormer:
                 cause = f"{missing}, and {room}"
                 self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
                 deadline, num_waits = now + wait_s, num_waits + 1
-            self._group.clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
+            self._group.clock.sleep(_START_INTERVAL_S if starting else FAST_MONITOR_INTERVAL_S)
 
     def _start_group(self, min_workers: int) -> bool:
         """Wait for workers, and form a group of them. Return whether none was lost."""

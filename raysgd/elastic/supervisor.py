@@ -20,7 +20,7 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import state_machine
 from raysgd.elastic.attempt import Attempt, results_of
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.commands import BUSY_TICK_S, Commands
+from raysgd.elastic.commands import FAST_MONITOR_INTERVAL_S, Commands
 from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.preemption import PreemptionMonitor
@@ -32,8 +32,8 @@ from raysgd.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 1.0
-_UNEVEN_TICK_S = 0.25
+_MONITOR_INTERVAL_S = 1.0
+_MONITOR_INTERVAL_AT_END_S = 0.25  # after a worker has returned
 _LEAD_S = 0.1
 """Seconds between the request of a pause and the pause."""
 _LONG_LEAD_S = 1.0
@@ -274,7 +274,7 @@ class Supervisor:
         ended = threading.Event()
 
         def poll() -> None:
-            while not ended.wait(_TICK_S):
+            while not ended.wait(_MONITOR_INTERVAL_S):
                 self._ask_progress(call)
 
         thread = threading.Thread(target=poll, name="raysgd-progress", daemon=True)
@@ -300,8 +300,8 @@ class Supervisor:
         while attempt.is_running:
             self._commands.check_open()
             is_busy = call.on_progress is not None or self._starter.num_started()
-            idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
-            if attempt.collect(BUSY_TICK_S if is_busy else idle_s):
+            idle_s = _MONITOR_INTERVAL_AT_END_S if attempt.outcomes else _MONITOR_INTERVAL_S
+            if attempt.collect(FAST_MONITOR_INTERVAL_S if is_busy else idle_s):
                 continue
             if self._group.detect_cut_off():
                 continue  # the workers wait for the network too

@@ -29,7 +29,7 @@ _SHORT_GRACE_S = 0.5
 lost workers."""
 _MAX_SETUP_CRASHES = 3
 """Number of consecutive crashes in the ``setup`` of one slot that raises an error."""
-_LOOK_EVERY_S = 0.25
+_CHECK_SLOT_EVERY_S = 0.25
 """Seconds between two checks for free resources."""
 
 Phase = Literal["come up", "start", "set up", "ready"]
@@ -70,8 +70,8 @@ class PendingWorker:
     def _run_phases(self) -> Iterator[None]:
         """Take the phases. Yield while a phase must wait."""
         while not self.slot.is_ready:
-            look_at = self.group.clock.monotonic() + _LOOK_EVERY_S
-            while self.group.clock.monotonic() < look_at:
+            check_at = self.group.clock.monotonic() + _CHECK_SLOT_EVERY_S
+            while self.group.clock.monotonic() < check_at:
                 yield
         self.handle = handle = self.group.start_worker(self.slot)
         if not handle.info.node_ip:  # the driver's own worker knows its location

@@ -46,7 +46,7 @@ def listener():
 @pytest.fixture
 def watched(listener, monkeypatch):
     monkeypatch.setattr(module, "_RECONNECT_S", 0.5)
-    monkeypatch.setattr(module, "_TICK_S", 0.02)
+    monkeypatch.setattr(module, "_RECONNECT_EVERY_S", 0.02)
     return Watched(listener)
 
 
