@@ -16,9 +16,8 @@ from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import policies, state_machine
-from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S, FAST_MONITOR_INTERVAL_S, Commands
+from raysgd.elastic.commands import ANSWER_S, FAST_MONITOR_INTERVAL_S, Attempt, Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import GroupRecord, list_ranks

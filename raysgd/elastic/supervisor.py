@@ -18,9 +18,8 @@ from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import state_machine
-from raysgd.elastic.attempt import Attempt, results_of
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.commands import FAST_MONITOR_INTERVAL_S, Commands
+from raysgd.elastic.commands import FAST_MONITOR_INTERVAL_S, Attempt, Commands, results_of
 from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.preemption import PreemptionMonitor

@@ -9,8 +9,7 @@ import ray.exceptions
 from raysgd._internal.progress import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
-from raysgd.elastic.attempt import Attempt
-from raysgd.elastic.commands import Commands
+from raysgd.elastic.commands import Attempt, Commands
 
 
 @pytest.fixture(autouse=True)
