@@ -102,6 +102,25 @@ class HealthMonitor:
 
 
 @dataclass(eq=False)
+class CallRun:
+    """What one `Controller.run` of a call changes."""
+
+    progress_before: Progress
+    """The progress before the call. It counts, even if a later step has damaged the state."""
+    attempt: Attempt | None = None
+    """The newest attempt, or None before the first worker receives the call."""
+    replay: Call | None = None
+    """The call that repeats steps lost with all workers."""
+    has_warned: bool = False
+    min_splits: int = 0
+    """Number of micro-batches per batch in the next attempt; 0 for no change."""
+    needs_goal: bool = True
+    """Whether the next attempt sets the goal of the call: the first, and each after a save."""
+    saves_soon: bool = False
+    """Whether callbacks save soon with that goal."""
+
+
+@dataclass(eq=False)
 class Supervisor:
     """Makes attempts at the running call."""
 
@@ -120,18 +139,7 @@ class Supervisor:
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self._record.call = call
-        self.progress_before = self._record.progress._replace(held_state=HeldState())
-        """The progress before the call. It counts, even if a later step has damaged the state."""
-        self._has_warned = False
-        self._replay: Call | None = None
-        self.attempt: Attempt | None = None
-        """The newest attempt, or None before the first worker receives the call."""
-        self._min_splits = 0
-        """Number of micro-batches per batch in the next attempt; 0 for no change."""
-        self._needs_goal = True
-        """Whether the next attempt sets the goal of the call: the first, and each after a save."""
-        self._goal_saves_soon = False
-        """Whether callbacks save soon with that goal."""
+        self.run = CallRun(self._record.progress._replace(held_state=HeldState()))
 
     def check_group(self) -> state_machine.GroupChecked:
         """Let the components check the group. Return the changes that are due."""
@@ -157,37 +165,45 @@ class Supervisor:
 
     def _prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
-        before, call = self.progress_before.position, self._record.call
+        run, call = self.run, self._record.call
+        before = run.progress_before.position
         step = self._record.position.global_step
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return False
-        if not self._has_warned:
-            self._has_warned = True
+        if not run.has_warned:
+            run.has_warned = True
             logger.warning(
                 "Steps %d to %d were lost with all workers. They run again, with the `info` and "
                 "`dataset` of the newest call of train().",
                 step + 1,
                 before.global_step,
             )
-        if self._replay is None and call.make_replay is not None:
-            self._replay = call.make_replay(before)
-        return self._replay is not None
+        if run.replay is None and call.make_replay is not None:
+            run.replay = call.make_replay(before)
+        return run.replay is not None
 
     def make_attempt(self, action: state_machine.RunCall) -> state_machine.GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
-        if self._preemption.must_save and self._record.call.can_pause:
+        run, call = self.run, self._record.call
+        if self._preemption.must_save and call.can_pause:
             self._record.set_progress(self._snapshots.rescue(self._commands))
             self._preemption.must_save = False
-            self._needs_goal = self._goal_saves_soon = True
-        self.attempt = None
+            run.needs_goal = run.saves_soon = True
+        run.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
             self._commands.pause_at(None)
-        call = self._choose_call(action.is_replay)
+        if action.is_replay:
+            assert run.replay is not None
+            call = run.replay
+        elif run.needs_goal and call.make_request is not None:
+            newest = newest_progress([self._record.progress, run.progress_before])
+            call.request = call.make_request(newest.position, run.saves_soon)
+            run.needs_goal = False
         members = self._group.members[:] if call.rank is None else [self._group.members[call.rank]]
         with contextlib.ExitStack() as stack:
             packed, inbox = self._pack_request(call, members, stack)
-            self.attempt = attempt = Attempt({}, self._group.clock)
+            run.attempt = attempt = Attempt({}, self._group.clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 answer = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
                 attempt.add(member, answer)
@@ -199,18 +215,6 @@ class Supervisor:
                 outcome.payload = inbox.resolve(outcome.payload)
         return self._end_attempt(call, action, attempt, polled)
 
-    def _choose_call(self, is_replay: bool) -> Call:
-        """Return the replay, or the running call, and set its goal if necessary."""
-        call = self._record.call
-        if is_replay:
-            assert self._replay is not None
-            call = self._replay
-        elif self._needs_goal and call.make_request is not None:
-            newest = newest_progress([self._record.progress, self.progress_before])
-            call.request = call.make_request(newest.position, self._goal_saves_soon)
-            self._needs_goal = False
-        return call
-
     def _pack_request(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
@@ -219,8 +223,8 @@ class Supervisor:
         request = call.request
         if call.rank is None:
             shares = self._share_balancer.choose_for(members)
-            request = request.for_attempt(shares, self._min_splits)
-        self._min_splits = 0
+            request = request.for_attempt(shares, self.run.min_splits)
+        self.run.min_splits = 0
         if self._group.options.is_inline:
             if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))
@@ -252,7 +256,7 @@ class Supervisor:
             outcomes = [attempt.outcomes[member] for member in attempt.members]
             return state_machine.CallReturned(outcomes=outcomes, is_complete=is_complete)
         member, outcome = attempt.first_user_error or (None, None)
-        self._min_splits = 0 if outcome is None else outcome.min_splits
+        self.run.min_splits = 0 if outcome is None else outcome.min_splits
         if member and outcome and outcome.min_splits:  # memory ran out
             cause = repr(outcome.unpack())
             self._record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
@@ -260,7 +264,7 @@ class Supervisor:
             return state_machine.WorkersLost(lost=attempt.lost)
         is_stopped = attempt.needs_new_group and outcome is None
         can_repeat = call.has_batches or call.max_failures > 0
-        if self._min_splits or (is_stopped and can_repeat):
+        if self.run.min_splits or (is_stopped and can_repeat):
             return state_machine.CallFailed()
         error = attempt.make_error()
         if member is not None:
