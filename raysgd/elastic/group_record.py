@@ -58,15 +58,18 @@ class GroupRecord:
     ranks: dict[WorkerHandle, int] = field(default_factory=dict)
     """Ranks of the members of the newest generation, including lost ones."""
     generation: int = 0
+    """Number of the newest generation. Only `GroupFormer` sets it and the ranks."""
     progress: Progress = field(default_factory=Progress)
     """The newest known progress. Only `set_progress` sets it."""
     events: list[Event] = field(default_factory=list)
+    """The events, oldest first. Only `add_event` adds some."""
     call: Call = field(default_factory=Call)
     """The running call. Only `Supervisor.set_call` sets it."""
     interruption: str = ""
-    """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""
+    """Why the newest call ended, if Ctrl-C stopped its workers and no event followed. `Controller`
+    sets it, and `add_event` resets it."""
     on_event: Callable[[], Callable[[], None] | None] = lambda: None
-    """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
+    """Returns what to call after each event, such as the ``weakref.WeakMethod`` of a trainer."""
 
     @property
     def position(self) -> ReportedPosition:
