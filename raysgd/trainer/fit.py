@@ -17,7 +17,7 @@ from raysgd.callbacks.callback_list import as_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.loop.operator_base import has_validation_loader
 from raysgd.loop.options import Options
-from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader_error
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers
 from raysgd.trainer.dispatcher import CallResult, Dispatcher
@@ -160,12 +160,6 @@ class FitLoop:
         return history
 
     # ---- calls and their results
-
-    def train_request(self, **arguments: Any) -> TrainRequest:
-        """Return a request to train, within the limits of the running ``fit()``."""
-        until_step, log_every = self.fit_options.max_steps, self.fit_options.log_every
-        arguments["call_number"] = next(self.dispatcher.call_numbers)
-        return TrainRequest(until_step=until_step, log_every=log_every, **arguments)
 
     def report_training(
         self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
