@@ -58,14 +58,14 @@ class HostError(Exception):
 class HostWatch:
     """The driver's end of the connection with one worker.
 
-    If the worker is lost, the listener's thread calls `lose` with the error.
+    If the worker is lost, the listener's thread calls `fail` with the error.
     """
 
     def __init__(
-        self, host: str, lose: Callable[[HostError], None], monitor: HostMonitor, listener: Listener
+        self, host: str, fail: Callable[[HostError], None], monitor: HostMonitor, listener: Listener
     ) -> None:
         self.host = host
-        self._lose = lose
+        self._fail = fail
         self._monitor = monitor
         self._listener = listener
         self._connection: socket.socket | None = None
@@ -115,7 +115,7 @@ class HostWatch:
                     seconds = _KEEPALIVE_S + waited_s
                     cause = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
                 self.close()
-                self._lose(HostError(cause))
+                self._fail(HostError(cause))
                 return
             await asyncio.sleep(_RECONNECT_EVERY_S)
 
@@ -133,7 +133,7 @@ class HostMonitor:
     _listeners: dict[str, Listener] = field(default_factory=dict)
     _is_cut_off: bool = False
 
-    def watch(self, node_ip: str, lose: Callable[[HostError], None]) -> HostWatch | None:
+    def watch(self, node_ip: str, fail: Callable[[HostError], None]) -> HostWatch | None:
         """Return a watch for the worker to connect to. None for the driver's own host."""
         if sys.platform != "linux" or is_single_node([node_ip]):
             return None
@@ -141,7 +141,7 @@ class HostMonitor:
             own = address_towards(node_ip)
             if own not in self._listeners:
                 self._listeners[own] = Listener(own, "raysgd-host-monitor")
-            return HostWatch(node_ip, lose, self, self._listeners[own])
+            return HostWatch(node_ip, fail, self, self._listeners[own])
         except (OSError, RuntimeError):  # no port can be opened, or no thread can start
             return None
 

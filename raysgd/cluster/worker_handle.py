@@ -100,24 +100,24 @@ class ActorHandle(WorkerHandle):
     def __init__(self, actor: Any, monitor: HostMonitor | None = None) -> None:
         self.actor = actor
         self._monitor = monitor
-        self._waiting: dict[Future[Any], None] = {}  # futures of calls that have not returned
-        self._lost: HostError | None = None
+        self._unanswered: dict[Future[Any], None] = {}
+        self._host_error: HostError | None = None
 
     def start_watching(self, info: WorkerInfo) -> None:
         self.info = info
         monitor = self._monitor
-        if monitor is not None and (watch := monitor.watch(info.node_ip, self._lose)) is not None:
+        if monitor is not None and (watch := monitor.watch(info.node_ip, self._fail)) is not None:
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.interrupts_calls)
             answer = self.submit_control(Worker.watch_driver, *arguments)
             answer.add_done_callback(monitor.warn_if_unwatched)
 
-    def _lose(self, error: HostError) -> None:
+    def _fail(self, error: HostError) -> None:
         """Fail all current and later calls."""
-        self._lost = error
+        self._host_error = error
         with contextlib.suppress(KeyError):  # no call is left
             while True:
-                self._waiting.popitem()[0].set_exception(error)
+                self._unanswered.popitem()[0].set_exception(error)
 
     def submit_work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         self._check_callable()
@@ -133,12 +133,12 @@ class ActorHandle(WorkerHandle):
         A lock could deadlock with a garbage collection.
         """
         waiting: Future[Any] = Future()
-        self._waiting[waiting] = None
-        if self._lost is not None:
-            self._lose(self._lost)
+        self._unanswered[waiting] = None
+        if self._host_error is not None:
+            self._fail(self._host_error)
 
         def pass_on(answer: Future[Any]) -> None:
-            if self._waiting.pop(waiting, waiting) is waiting:
+            if self._unanswered.pop(waiting, waiting) is waiting:
                 return  # the host was lost before
             if (error := answer.exception()) is not None:
                 waiting.set_exception(error)
@@ -189,7 +189,7 @@ class ActorHandle(WorkerHandle):
         return self._on_node(_await_end, timeout_s)
 
     def kill_process(self) -> None:
-        if self._lost is None:
+        if self._host_error is None:
             with contextlib.suppress(Exception):  # its node may be gone already
                 self.signal(signal.SIGKILL)
         self.kill()

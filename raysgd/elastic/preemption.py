@@ -69,9 +69,9 @@ class PreemptionMonitor:
             seconds = left_s if math.isfinite(left_s) else 0.0
             self._record.add_event("draining", concerned, cause=notice.cause, seconds=seconds)
         if news:
-            is_short = any(notice.deadline <= self._soon for notice in news.values())
+            is_urgent = any(notice.deadline <= self._soon for notice in news.values())
             num_staying = len(self._group.members) - len(preempted)
-            self.must_save |= is_short or num_staying < max(1, self._group.options.min_workers)
+            self.must_save |= is_urgent or num_staying < max(1, self._group.options.min_workers)
 
     @property
     def _soon(self) -> float:

@@ -293,8 +293,8 @@ class WorkerStarter:
         if not self.policy.survivors_stay and self.group.notices.detect_ray_silence():
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
-        is_free = is_short or self._has_cooled_down()
-        ready = [w for w in self._pending if w.phase == "ready" and (is_free or w.replaces_lost)]
+        may_resize = is_short or self._has_cooled_down()
+        ready = [w for w in self._pending if w.phase == "ready" and (may_resize or w.replaces_lost)]
         return [worker.handle for worker in ready if worker.handle is not None]
 
     def due_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
@@ -327,8 +327,8 @@ class WorkerStarter:
             return math.inf
         may_join_later = self.policy.survivors_stay and self.config.grow
         replace_lost = self._lost_slots.issuperset(late)
-        is_short = may_join_later and (replace_lost or not self.record.is_first_start)
-        return _SHORT_GRACE_S if is_short else _GRACE_S
+        has_short_grace = may_join_later and (replace_lost or not self.record.is_first_start)
+        return _SHORT_GRACE_S if has_short_grace else _GRACE_S
 
     def record_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:
         """Record that pending workers set up together, in these contexts."""
