@@ -59,7 +59,7 @@ class Attempt:
         self.outcomes: dict[WorkerHandle, Outcome] = {}
         self.lost: dict[WorkerHandle, BaseException] = {}
         self.first_user_error: tuple[WorkerHandle, Outcome] | None = None
-        self.needs_new_group = False
+        self.needs_new_generation = False
         """Whether the workers must form a group again though none has failed."""
         self.connection_error: BaseException | None = None
         """The error of a worker that may live, but whose outcome will never come."""
@@ -76,12 +76,12 @@ class Attempt:
     @property
     def has_failed(self) -> bool:
         kinds = {outcome.kind for outcome in self.outcomes.values()}
-        return bool(self.lost) or self.needs_new_group or not kinds <= {"ok", "paused"}
+        return bool(self.lost) or self.needs_new_generation or not kinds <= {"ok", "paused"}
 
     @property
     def is_cause_known(self) -> bool:
         """Whether the attempt has a cause, or needs none."""
-        return self.needs_new_group or bool(self.lost) or self.first_user_error is not None
+        return self.needs_new_generation or bool(self.lost) or self.first_user_error is not None
 
     def collect(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
@@ -97,9 +97,9 @@ class Attempt:
                 if outcome.kind == "user" and self.first_user_error is None:
                     self.first_user_error = (member, outcome)
                 elif outcome.kind == "cut off":
-                    self.needs_new_group = True
+                    self.needs_new_generation = True
             elif member.may_be_alive(error):
-                self.connection_error, self.needs_new_group = error, True
+                self.connection_error, self.needs_new_generation = error, True
             elif is_worker_failure(error):
                 self.lost[member] = error
             else:

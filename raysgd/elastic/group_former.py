@@ -63,7 +63,7 @@ class GroupFormer:
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
             return self._discard_pending(lost)
-        joining, leaving = self._starter.due_changes()
+        joining, leaving = self._starter.membership_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
         if isinstance(event := self._discard_pending(lost), state_machine.WorkersLost):
             return event
@@ -82,8 +82,8 @@ class GroupFormer:
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
         self._rescue_shards(staying)
-        entering = self._group.sort_by_node([*staying, *joining])
-        attempt = self._join(entering, entering.index(leader))
+        next_members = self._group.sort_by_node([*staying, *joining])
+        attempt = self._join(next_members, next_members.index(leader))
         held_state = [outcome.progress.held_state for outcome in attempt.outcomes.values()]
         if any(each.condition == "lost" for each in held_state):
             return state_machine.StateLost(why="all copies of some shards of the state are lost")
@@ -95,7 +95,7 @@ class GroupFormer:
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
             return state_machine.FormingFailed(error=error)
-        self._adopt(entering, joining, began)
+        self._adopt(next_members, joining, began)
         for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
             logger.warning("%s", warning)
         return state_machine.GroupFormed()
@@ -109,19 +109,19 @@ class GroupFormer:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
 
     def _adopt(
-        self, entering: Sequence[WorkerHandle], joining: Sequence[WorkerHandle], began: float
+        self, next_members: Sequence[WorkerHandle], joining: Sequence[WorkerHandle], began: float
     ) -> None:
         """Make a new generation the group, and release the workers that leave."""
-        leaving = [member for member in self._group.members if member not in entering]
-        self._group.members[:] = entering
-        self._record.ranks = {member: rank for rank, member in enumerate(entering)}
+        leaving = [member for member in self._group.members if member not in next_members]
+        self._group.members[:] = next_members
+        self._record.ranks = {member: rank for rank, member in enumerate(next_members)}
         self._starter.forget_joined(joining)
         seconds = self._group.clock.monotonic() - began
         self.collect_metrics(leaving)
         self._group.discard(*leaving)
         cause = "; ".join(f"a worker has left {member.name}" for member in leaving)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
-        self._record.add_event(kind, joining or entering, cause=cause, seconds=seconds)
+        self._record.add_event(kind, joining or next_members, cause=cause, seconds=seconds)
 
     def collect_metrics(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
@@ -251,28 +251,28 @@ class GroupFormer:
         members = {m: e for m, e in lost.items() if not self._starter.discard_failed(m, e)}
         return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()
 
-    def _join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
+    def _join(self, members: Sequence[WorkerHandle], leader: int | None) -> Attempt:
         """Move workers into the next generation, with the state of rank `leader`.
 
         Without a leader, they run their setup.
         """
         self._record.generation += 1
         contexts = policies.assign_contexts(
-            [member.info for member in entering],
+            [member.info for member in members],
             generation=self._record.generation,
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
-        shares = self._share_balancer.configured_for(entering)
-        entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
+        shares = self._share_balancer.configured_for(members)
+        context_of = {m: replace(c, shares=shares) for m, c in zip(members, contexts, strict=True)}
         if leader is None:
-            self._starter.record_set_up(entries)
+            self._starter.record_set_up(context_of)
         rendezvous = None
         if self._backend is not None:
-            rendezvous = self._backend.prepare([m.info.node_ip for m in entering])
+            rendezvous = self._backend.prepare([m.info.node_ip for m in members])
         calls = {
             member: member.submit_work(Worker.join_group, context, rendezvous, leader)
-            for member, context in entries.items()
+            for member, context in context_of.items()
         }
         task = "set up" if leader is None else "join a new generation"
         attempt = self._await_phase(calls, task, listening=leader is not None)

@@ -53,7 +53,7 @@ class HealthMonitor:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._moved_at = self.clock.monotonic()  # or infinity after a log
+        self._progressed_at = self.clock.monotonic()  # or infinity after a log
         self._seen: dict[WorkerHandle, ReportedPosition] = {}
         self._waiting: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
@@ -87,10 +87,10 @@ class HealthMonitor:
         seen = {member: each.position for member, each in progress.items()}
         now = self.clock.monotonic()
         if any(seen[member] != self._seen.get(member) for member in seen):
-            self._seen, self._moved_at = {**self._seen, **seen}, now
-        waited_s = now - self._moved_at
+            self._seen, self._progressed_at = {**self._seen, **seen}, now
+        waited_s = now - self._progressed_at
         if waited_s >= _STANDSTILL_S:
-            self._moved_at = math.inf
+            self._progressed_at = math.inf
             asked = {m: m.submit_control(Worker.stacks) for m in self.attempt.pending}
             self.clock.wait(asked.values(), _STACKS_S)
             answers, none = results_of(asked), "no answer: the process is stopped or gone"
@@ -144,7 +144,7 @@ class Supervisor:
     def check_group(self) -> state_machine.GroupChecked:
         """Let the components check the group. Return the changes that are due."""
         self._advance({})
-        joining, leaving = self._starter.due_changes()
+        joining, leaving = self._starter.membership_changes()
         return state_machine.GroupChecked(
             num_workers=len(self._group.members),
             num_joining=len(joining),
@@ -262,7 +262,7 @@ class Supervisor:
             self._record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
         if attempt.lost:
             return state_machine.WorkersLost(lost=attempt.lost)
-        is_stopped = attempt.needs_new_group and outcome is None
+        is_stopped = attempt.needs_new_generation and outcome is None
         can_repeat = call.has_batches or call.max_failures > 0
         if self.run.min_splits or (is_stopped and can_repeat):
             return state_machine.CallFailed()
@@ -317,7 +317,7 @@ class Supervisor:
                 raise CollectiveError(why)
             self._advance(progress)
             if call.can_pause and not self._commands.is_pausing:
-                is_urgent = any(self._starter.due_changes()) or self._preemption.must_save
+                is_urgent = any(self._starter.membership_changes()) or self._preemption.must_save
                 if is_urgent or self._share_balancer.wants_change:
                     self._pause(attempt, progress, _LEAD_S if is_urgent else _LONG_LEAD_S)
         return newest
@@ -333,4 +333,4 @@ class Supervisor:
         step = choose_pause_step(list(progress.values()), lead_s)
         steps = self._commands.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
-            attempt.needs_new_group = True  # some workers have passed the step: discard it
+            attempt.needs_new_generation = True  # some workers have passed the step: discard it

@@ -297,7 +297,7 @@ class WorkerStarter:
         ready = [w for w in self._pending if w.phase == "ready" and (may_resize or w.replaces_lost)]
         return [worker.handle for worker in ready if worker.handle is not None]
 
-    def due_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
+    def membership_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""
         ready = self.ready_workers()
         leaving = self.preemption.due_to_leave(len(ready))
