@@ -142,8 +142,8 @@ class Supervisor:
         self.run = CallRun(self._record.progress._replace(held_state=HeldState()))
 
     def check_group(self) -> state_machine.GroupChecked:
-        """Let the components check the group. Return the changes that are due."""
-        self._advance({})
+        """Let the components observe the group. Return the changes that are due."""
+        self._observe({})
         joining, leaving = self._starter.membership_changes()
         return state_machine.GroupChecked(
             num_workers=len(self._group.members),
@@ -152,8 +152,8 @@ class Supervisor:
             must_replay=self._prepare_replay(),
         )
 
-    def _advance(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Let the components check the group, without waiting.
+    def _observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Let the components observe the group, without waiting.
 
         They use the progress of the members that answered, which is empty before a call.
         """
@@ -240,14 +240,14 @@ class Supervisor:
     def _end_attempt(
         self, call: Call, action: state_machine.RunCall, attempt: Attempt, polled: Progress | None
     ) -> state_machine.GroupEvent:
-        """Let the components check the group after an attempt, and return its event."""
+        """Let the components observe the group after an attempt, and return its event."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         known = attempt.outcomes
         progress = {m: known[m].progress for m in self._group.members if m in known}
         call.log_points.add(progress, self._group.members)
         self._record.set_progress(*(progress.values() or [polled]))
         if progress:
-            self._advance(progress)
+            self._observe(progress)
         if not attempt.has_failed:
             paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
             is_complete = not paused and not action.is_replay
@@ -315,7 +315,7 @@ class Supervisor:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
-            self._advance(progress)
+            self._observe(progress)
             if call.can_pause and not self._commands.is_pausing:
                 is_urgent = any(self._starter.membership_changes()) or self._preemption.must_save
                 if is_urgent or self._share_balancer.wants_change:
