@@ -94,7 +94,7 @@ class Reservation:
         self._may_grow = owned and not is_strict
         self.placement_groups = [group] if owned else []  # placement groups that raysgd requested
         self.slots = [Slot(group, index) for index in indexes]
-        self._waiting_since: dict[PlacementGroup, float] = {}  # groups that Ray reschedules
+        self._rescheduled_since: dict[PlacementGroup, float] = {}
         self._is_released = False
 
     def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
@@ -128,8 +128,8 @@ class Reservation:
         in_use, now = {getattr(slot, "placement_group", None) for slot in taken}, time.monotonic()
         sizes = Counter(slot.placement_group for slot in self.slots)
         lost = [g for g, size in sizes.items() if size > 1 and g not in in_use and _is_lost(g)]
-        self._waiting_since = {group: self._waiting_since.get(group, now) for group in lost}
-        for group, since in self._waiting_since.items():
+        self._rescheduled_since = {group: self._rescheduled_since.get(group, now) for group in lost}
+        for group, since in self._rescheduled_since.items():
             if now - since >= SETTLE_S:
                 self.slots = [slot for slot in self.slots if slot.placement_group != group]
                 self.placement_groups.remove(group)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_RAY_EVERY_S = 1.0  # seconds between two requests to Ray
 _HEAD_SILENT_S = 2.0  # seconds without an answer after which the Ray head node counts as silent
-_TERM_S = 10.0  # seconds that a process usually survives after SIGTERM
+_SIGTERM_GRACE_S = 10.0  # seconds that a process usually survives after SIGTERM
 
 
 class Notice(NamedTuple):
@@ -42,7 +42,7 @@ class PreemptionNotices:
         self._by_target[target] = Notice("drain() was called", deadline)
 
     def record_sigterm(self, member: WorkerHandle, since_s: float) -> None:
-        deadline = self._clock.time() + _TERM_S - since_s
+        deadline = self._clock.time() + _SIGTERM_GRACE_S - since_s
         self._by_target.setdefault(member, Notice("its process was sent SIGTERM", deadline))
 
     # ---- notices of Ray

@@ -39,7 +39,7 @@ _PROBE_EVERY_S = 1.0
 """Seconds between two checks of workers that have not answered."""
 _ASK_AGAIN_S = 0.05
 """Seconds to wait before a worker whose answer was lost is asked again."""
-_QUIET_S = 5.0
+_LOG_BUSY_AFTER_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
 
 
@@ -226,15 +226,15 @@ class Commands:
         """
         attempt = Attempt(self.busy, self.group.clock)
         try:
-            quiet_s = min(_QUIET_S, patience_s)
-            attempt.collect_until(quiet_s)
-            if attempt.pending and quiet_s < patience_s:
+            log_after_s = min(_LOG_BUSY_AFTER_S, patience_s)
+            attempt.collect_until(log_after_s)
+            if attempt.pending and log_after_s < patience_s:
                 logger.warning(
                     "Waiting up to %.0f s for workers %s, which are still busy with a failed call.",
-                    patience_s - quiet_s,
+                    patience_s - log_after_s,
                     list_ranks(self.record.ranks, attempt.pending),
                 )
-                attempt.collect_until(patience_s - quiet_s)
+                attempt.collect_until(patience_s - log_after_s)
         finally:
             self._unfinished = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"

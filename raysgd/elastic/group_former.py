@@ -32,7 +32,7 @@ _STRAGGLER_S = 60.0
 """Seconds that the next call waits for workers that are busy with a failed call."""
 _RESTART_STRAGGLER_S = 5.0
 """The same limit in seconds for training functions, whose workers restart from a checkpoint."""
-_MENTION_S = 30.0
+_LOG_WAIT_EVERY_S = 30.0
 """Seconds after which to log what a start or a rejoin is waiting for."""
 _START_INTERVAL_S = 0.01
 
@@ -289,12 +289,12 @@ class GroupFormer:
         """
         attempt, timeout_s = Attempt(calls, self._group.clock), self._commands.timeout_s
         deadline = self._group.clock.monotonic() + timeout_s
-        mention_at = self._group.clock.monotonic() + _MENTION_S
+        log_at = self._group.clock.monotonic() + _LOG_WAIT_EVERY_S
         while attempt.is_running:
             has_collected = attempt.collect(1.0)
             self._commands.check_open()
-            if self._group.clock.monotonic() > mention_at:
-                mention_at += _MENTION_S
+            if self._group.clock.monotonic() > log_at:
+                log_at += _LOG_WAIT_EVERY_S
                 waiting = list_ranks(self._record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
             if listening and not has_collected:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1.25
 """Factor by which a share must be wrong before the shares change."""
-_LASTS_S = 3.0
+_WRONG_FOR_S = 3.0
 """Seconds that a share must be wrong before it changes, so that shares do not follow noise."""
 
 
@@ -39,7 +39,7 @@ class ShareBalancer:
     def wants_change(self) -> bool:
         """Whether the call should pause at a step, because shares have been wrong for long."""
         may_change_at = self._changed_at + self._config.resize_cooldown_s
-        return self._group.clock.monotonic() >= max(may_change_at, self._wrong_since + _LASTS_S)
+        return self._group.clock.monotonic() >= max(may_change_at, self._wrong_since + _WRONG_FOR_S)
 
     def choose_for(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares of the workers that receive a request. None means equal shares."""

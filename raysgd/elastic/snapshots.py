@@ -23,7 +23,7 @@ from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_CHANGE_S = 10.0
+_CHANGED_SNAPSHOT_S = 10.0
 """Seconds that a call waits for the snapshot of a change. Large states arrive later."""
 
 ReadState = Callable[[], Any]
@@ -109,7 +109,7 @@ class SnapshotKeeper:
     def await_changes(self) -> None:
         """Wait for a snapshot of what the call has changed, because no restart repeats the call."""
         if self._num_changes != self._num_changes_at_end and self._requested is not None:
-            self._group.clock.wait(self._requested.answers, _CHANGE_S)
+            self._group.clock.wait(self._requested.answers, _CHANGED_SNAPSHOT_S)
         self._num_changes_at_end = self._num_changes
 
     def rescue(self, commands: Commands) -> Progress | None:

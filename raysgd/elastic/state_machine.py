@@ -171,7 +171,7 @@ class StopRequested(GroupEvent):
 class Do(Enum):
     """An action without arguments."""
 
-    CHECK_GROUP = "let the components act, and count the members that stay, join, and leave"
+    CHECK_GROUP = "let the components observe, and count the members that stay, join, and leave"
     AWAIT_WORKERS = "wait until enough workers are ready"
     REJOIN = "wait for workers that are still busy, and form the next generation"
     INTERRUPT = "interrupt the workers after an exception on the driver"

@@ -73,7 +73,7 @@ class FitLoop:
     """Names of the metrics of validations."""
     _num_validated: int = 0
     """Number of epochs that need no validation anymore."""
-    _due_at: int | None = None
+    _due_step: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
     _results: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
     """Metrics of the newest training, and of its validation, unless that had a result."""
@@ -119,7 +119,7 @@ class FitLoop:
                     self._try_validation()
                 history = self._train_epochs(trainer)
             finally:
-                self._due_at = dispatcher.position.global_step if self.lacks_validation else None
+                self._due_step = dispatcher.position.global_step if self.lacks_validation else None
                 self.fit_options = FitOptions()
             if sentence := dispatcher.controller.speed.report().sentence:
                 logger.warning("%s", sentence)
@@ -193,7 +193,7 @@ class FitLoop:
             )
             result = self.dispatcher.validate(trainer, request)
             self.has_validated = True
-            self._due_at, self._num_validated = None, self.num_completed_epochs
+            self._due_step, self._num_validated = None, self.num_completed_epochs
             if result.last_call.is_complete:  # otherwise the user looks at some batches
                 self._results[1:] = [(result.merged, result.last_call)] if self._results else []
             try:
@@ -240,13 +240,13 @@ class FitLoop:
     @property
     def lacks_validation(self) -> bool:
         """Whether the validation of the newest epoch is missing, and no training followed."""
-        if self._due_at == self.dispatcher.position.global_step:
+        if self._due_step == self.dispatcher.position.global_step:
             return True
         return self.num_completed_epochs > self._num_validated and self.is_validation_due
 
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
-        self._due_at = None if due is None else self.dispatcher.position.global_step
+        self._due_step = None if due is None else self.dispatcher.position.global_step
         self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
 
     # ---- checks
