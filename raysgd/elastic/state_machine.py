@@ -1,7 +1,10 @@
 """The states of a group of workers, and the driver's actions for each event.
 
 The controller executes the actions in order. The last one may return the next event.
-`docs/architecture.md` lists the transitions.
+`docs/architecture.md` lists the transitions. After the loss of a worker, for example::
+
+    WorkersLost → RemoveLost, CHECK_GROUP → GroupChecked → REJOIN → GroupFormed
+                → CHECK_GROUP → GroupChecked → RunCall
 """
 
 from __future__ import annotations
