@@ -23,8 +23,10 @@ from raysgd.errors import CollectiveError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
-FAST_MONITOR_INTERVAL_S = 0.05
-"""Seconds between two checks of the group while workers start or progress is shown."""
+CHECK_EVERY_S = 1.0
+"""Seconds between two checks of the workers that have not answered."""
+FAST_CHECK_EVERY_S = 0.05
+"""The same interval while workers start or progress is shown."""
 ANSWER_S = 0.7
 """Seconds that idle workers may take to answer a short request."""
 _RETURN_S = 0.7
@@ -35,8 +37,6 @@ _STOPPED_S = 10.0
 """Seconds that a stopped process may take to answer."""
 _RESCUE_S = 10.0
 """Seconds that a worker may take to send its state before all workers restart."""
-_PROBE_EVERY_S = 1.0
-"""Seconds between two checks of workers that have not answered."""
 _ASK_AGAIN_S = 0.05
 """Seconds to wait before a worker whose answer was lost is asked again."""
 _LOG_BUSY_AFTER_S = 5.0
@@ -256,7 +256,7 @@ class Commands:
         lost: dict[WorkerHandle, BaseException] = {}
         began = looked = self.group.clock.monotonic()
         while True:
-            self.group.clock.wait(asked.values(), _PROBE_EVERY_S)
+            self.group.clock.wait(asked.values(), CHECK_EVERY_S)
             now = self.group.clock.monotonic()
             if self.group.detect_cut_off():
                 began = looked = now

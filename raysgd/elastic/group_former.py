@@ -17,7 +17,7 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import policies, state_machine
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S, FAST_MONITOR_INTERVAL_S, Attempt, Commands
+from raysgd.elastic.commands import ANSWER_S, CHECK_EVERY_S, FAST_CHECK_EVERY_S, Attempt, Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import GroupRecord, list_ranks
@@ -183,7 +183,7 @@ class GroupFormer:
                 cause = f"{missing}, and {room}"
                 self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
                 deadline, num_waits = now + wait_s, num_waits + 1
-            self._group.clock.sleep(_START_INTERVAL_S if starting else FAST_MONITOR_INTERVAL_S)
+            self._group.clock.sleep(_START_INTERVAL_S if starting else FAST_CHECK_EVERY_S)
 
     def _start_group(self, min_workers: int) -> bool:
         """Wait for workers, and form a group of them. Return whether none was lost."""
@@ -291,7 +291,7 @@ class GroupFormer:
         deadline = self._group.clock.monotonic() + timeout_s
         log_at = self._group.clock.monotonic() + _LOG_WAIT_EVERY_S
         while attempt.is_running:
-            has_collected = attempt.collect(1.0)
+            has_collected = attempt.collect(CHECK_EVERY_S)
             self._commands.check_open()
             if self._group.clock.monotonic() > log_at:
                 log_at += _LOG_WAIT_EVERY_S
