@@ -275,46 +275,43 @@ class GroupFormer:
             for member, context in context_of.items()
         }
         task = "set up" if leader is None else "join a new generation"
-        attempt = self._await_phase(calls, task, listening=leader is not None)
+        attempt = self._await_phase(calls, task, kills_stopped=leader is not None)
         if self._backend is not None and not attempt.has_failed:
             self._backend.release_rendezvous()
         return attempt
 
     def _await_phase(
-        self, calls: Mapping[WorkerHandle, Future[Outcome]], task: str, listening: bool = False
+        self, calls: Mapping[WorkerHandle, Future[Outcome]], task: str, kills_stopped: bool = False
     ) -> Attempt:
         """Wait for one phase of a start or a rejoin, up to `timeout_s`.
 
-        With `listening`, declare workers lost whose processes are stopped.
+        With `kills_stopped`, declare workers lost whose processes are stopped.
         """
         attempt, timeout_s = Attempt(calls, self._group.clock), self._commands.timeout_s
-        deadline = self._group.clock.monotonic() + timeout_s
-        log_at = self._group.clock.monotonic() + _LOG_WAIT_EVERY_S
-        while attempt.is_running:
+        now = self._group.clock.monotonic
+        deadline, log_at = now() + timeout_s, now() + _LOG_WAIT_EVERY_S
+        is_late = False
+        while attempt.is_running and not is_late:
             has_collected = attempt.collect(CHECK_EVERY_S)
             self._commands.check_open()
-            if self._group.clock.monotonic() > log_at:
+            if now() > log_at:
                 log_at += _LOG_WAIT_EVERY_S
                 waiting = list_ranks(self._record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
-            if listening and not has_collected:
+            if kills_stopped and not has_collected:
                 _, lost = self._commands.probe_or_kill(
-                    attempt.pending,
-                    lambda: attempt.collect(0.0) or self._group.clock.monotonic() > deadline,
+                    attempt.pending, lambda: attempt.collect(0.0) or now() > deadline
                 )
                 attempt.lost |= lost
                 attempt.pending = {m: f for m, f in attempt.pending.items() if m not in lost}
-            if self._group.clock.monotonic() > deadline and not self._group.detect_cut_off():
-                waiting = list_ranks(self._record.ranks, attempt.pending)
-                self._interrupt_failed(attempt)
-                raise WorkerTimeoutError(
-                    f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."
-                )
-        if attempt.has_failed:
-            self._interrupt_failed(attempt)
+            is_late = now() > deadline and not self._group.detect_cut_off()
+        waiting = list_ranks(self._record.ranks, attempt.pending)
+        if is_late or attempt.has_failed:
+            if self._backend is not None:
+                self._backend.close()  # wakes workers that still wait for each other
+            self._commands.interrupt_failed(attempt)
+        if is_late:
+            raise WorkerTimeoutError(
+                f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."
+            )
         return attempt
-
-    def _interrupt_failed(self, attempt: Attempt) -> None:
-        if self._backend is not None:
-            self._backend.close()  # wakes workers that still wait for each other
-        self._commands.interrupt_failed(attempt)
