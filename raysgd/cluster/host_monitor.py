@@ -43,7 +43,7 @@ _REACHED_MS = 1500  # milliseconds without an answer, after which a host counts 
 _LAST_ANSWER = slice(56, 60)  # tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, milliseconds
 _RECONNECT_S = 3.0  # seconds that a live worker may take to reconnect
 _RECONNECT_EVERY_S = 0.25  # seconds between two attempts of a worker, or checks of the driver
-_CONNECT_S, _REACH_S = 5.0, 0.5
+_CONNECT_DRIVER_S, _REACH_DRIVER_S = 5.0, 0.5
 _NUM_REFUSALS = 3  # refused connections after which a worker exits; a busy driver may refuse one
 _END_S = 1.0  # seconds that Ray may take to kill a refused worker before the worker exits by itself
 
@@ -190,7 +190,7 @@ class DriverWatch:
     def start(self) -> str:
         """Connect and start the thread. Return the reason of a failure, or an empty string."""
         try:
-            first = (connect(self._address, _CONNECT_S),)
+            first = (connect(self._address, _CONNECT_DRIVER_S),)
         except OSError as error:
             return str(error)
         threading.Thread(
@@ -211,7 +211,7 @@ class DriverWatch:
         began, num_refusals, reason = time.monotonic(), 0, ""
         while not reason:
             try:
-                return connect(self._address, _CONNECT_S, _REACH_S)
+                return connect(self._address, _CONNECT_DRIVER_S, _REACH_DRIVER_S)
             except ConnectionError:
                 num_refusals += 1
                 if num_refusals == _NUM_REFUSALS:

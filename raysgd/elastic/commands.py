@@ -254,30 +254,30 @@ class Commands:
         """
         asked = {member: member.submit_control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
-        began = looked = self.group.clock.monotonic()
+        began = checked_at = self.group.clock.monotonic()
         while True:
             self.group.clock.wait(asked.values(), CHECK_EVERY_S)
             now = self.group.clock.monotonic()
             if self.group.detect_cut_off():
-                began = looked = now
+                began = checked_at = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
-            again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_be_alive(e)]
+            unavailable = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_be_alive(e)]
             if now - began >= _STOPPED_S:
-                again = []
+                unavailable = []
             silent = [member for member, answer in asked.items() if not answer.done()]
-            if not (again or silent) or is_over():
+            if not (unavailable or silent) or is_over():
                 break
-            if now - looked >= _STOPPED_S:
-                looked = now
+            if now - checked_at >= _STOPPED_S:
+                checked_at = now
                 lost |= self._silent_too_long(silent, now - began)
                 asked = {member: answer for member, answer in asked.items() if member not in lost}
-            if again:
+            if unavailable:
                 self.group.clock.sleep(_ASK_AGAIN_S)
-            asked |= {member: member.submit_control(Worker.progress) for member in again}
+            asked |= {member: member.submit_control(Worker.progress) for member in unavailable}
             self.check_open()
         for member in lost:  # the process may still exist
             member.kill_process()
-        asked = {member: answer for member, answer in asked.items() if member not in again}
+        asked = {member: answer for member, answer in asked.items() if member not in unavailable}
         lost |= {member: error for member, f in asked.items() if (error := _error_of(f))}
         return results_of(asked), lost
 

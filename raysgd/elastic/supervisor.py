@@ -110,7 +110,7 @@ class CallRun:
     """The newest attempt, or None before the first worker receives the call."""
     replay: Call | None = None
     """The call that repeats steps lost with all workers."""
-    has_warned: bool = False
+    has_warned_of_replay: bool = False
     min_splits: int = 0
     """Number of micro-batches per batch in the next attempt; 0 for no change."""
     needs_goal: bool = True
@@ -170,8 +170,8 @@ class Supervisor:
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return False
-        if not run.has_warned:
-            run.has_warned = True
+        if not run.has_warned_of_replay:
+            run.has_warned_of_replay = True
             logger.warning(
                 "Steps %d to %d were lost with all workers. They run again, with the `info` and "
                 "`dataset` of the newest call of train().",

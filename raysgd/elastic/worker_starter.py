@@ -80,12 +80,12 @@ class PendingWorker:
             yield from self._wait_for(info, "come up", limit_s)
             handle.start_watching(info.result())
         created = handle.submit_work(Worker.create, *self.starter.create_arguments)
-        entered = None if self.starter.sets_up_together else self._set_up(handle)  # queues both
+        set_up = None if self.starter.sets_up_together else self._set_up(handle)  # queues both
         yield from self._await_outcome(created, "start")
         while self.starter.sets_up_together:
             self.phase = "ready"
             yield
-        yield from self._await_outcome(entered or self._set_up(handle), "set up")
+        yield from self._await_outcome(set_up or self._set_up(handle), "set up")
 
     def _set_up(self, handle: WorkerHandle) -> Future[Outcome]:
         if self.context is None:

@@ -99,8 +99,8 @@ class StateTransfer:
             snapshot = controller.snapshots.load()
         step = self.dispatcher.position.global_step
         kept_step = (snapshot or {}).get("global_step", 0)
-        lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
-        if not snapshot or kept_step < step or lacks:
+        lacks_frozen = frozen and "frozen" in (snapshot or ())  # which the workers can complete
+        if not snapshot or kept_step < step or lacks_frozen:
             try:  # new workers repeat the steps after the snapshot
                 generators = self._prepare_export(method)
                 states = self._fetch(StateRequest(frozen=frozen), method)
