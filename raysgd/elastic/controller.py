@@ -136,7 +136,7 @@ class Controller:
             yield
         except BaseException as error:
             if not self.is_shut_down:
-                has_reached = self._supervisor.run.attempt is not None
+                has_reached = self._supervisor.call_run.attempt is not None
                 self._react(state_machine.Aborted(reached_workers=has_reached))
                 if has_reached and isinstance(error, KeyboardInterrupt):
                     self.record.interruption = "interrupted by Ctrl-C"
@@ -200,8 +200,8 @@ class Controller:
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
-                assert self._supervisor.run.attempt is not None
-                self._commands.interrupt(self._supervisor.run.attempt)
+                assert self._supervisor.call_run.attempt is not None
+                self._commands.interrupt(self._supervisor.call_run.attempt)
                 record.set_progress(*self._commands.ask_progress().values())
             case Do.COLLECT_METRICS:
                 former.collect_metrics(self.members)
@@ -223,7 +223,7 @@ class Controller:
                 if lost:
                     self._starter.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
-                    record.set_progress(record.progress, self._supervisor.run.progress_before)
+                    record.set_progress(record.progress, self._supervisor.call_run.progress_before)
                 raise record.make_error(why, *next(iter(lost.items()), ()))
         return None
 

@@ -138,7 +138,7 @@ class Supervisor:
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self._record.call = call
-        self.run = CallRun(self._record.progress._replace(held_state=HeldState()))
+        self.call_run = CallRun(self._record.progress._replace(held_state=HeldState()))
 
     def check_group(self) -> state_machine.GroupChecked:
         """Let the components observe the group. Return the changes that are due."""
@@ -164,7 +164,7 @@ class Supervisor:
 
     def _prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
-        run, call = self.run, self._record.call
+        run, call = self.call_run, self._record.call
         before = run.progress_before.position
         step = self._record.position.global_step
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
@@ -184,7 +184,7 @@ class Supervisor:
 
     def make_attempt(self, action: state_machine.RunCall) -> state_machine.GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
-        run, call = self.run, self._record.call
+        run, call = self.call_run, self._record.call
         if self._preemption.must_save and call.can_pause:
             self._record.set_progress(self._snapshots.rescue(self._commands))
             self._preemption.must_save = False
@@ -222,8 +222,8 @@ class Supervisor:
         request = call.request
         if call.rank is None:
             shares = self._share_balancer.choose_for(members)
-            request = request.for_attempt(shares, self.run.min_splits)
-        self.run.min_splits = 0
+            request = request.for_attempt(shares, self.call_run.min_splits)
+        self.call_run.min_splits = 0
         if self._group.options.is_inline:
             if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))
@@ -255,7 +255,7 @@ class Supervisor:
             outcomes = [attempt.outcomes[member] for member in attempt.members]
             return state_machine.CallReturned(outcomes=outcomes, is_complete=is_complete)
         member, outcome = attempt.first_user_error or (None, None)
-        self.run.min_splits = 0 if outcome is None else outcome.min_splits
+        self.call_run.min_splits = 0 if outcome is None else outcome.min_splits
         if member and outcome and outcome.min_splits:  # memory ran out
             cause = repr(outcome.unpack())
             self._record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
@@ -263,7 +263,7 @@ class Supervisor:
             return state_machine.WorkersLost(lost=attempt.lost)
         is_stopped = attempt.needs_new_generation and outcome is None
         can_repeat = call.has_batches or call.max_failures > 0
-        if self.run.min_splits or (is_stopped and can_repeat):
+        if self.call_run.min_splits or (is_stopped and can_repeat):
             return state_machine.CallFailed()
         error = attempt.make_error()
         if member is not None:
