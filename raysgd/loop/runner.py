@@ -383,6 +383,7 @@ class OperatorRunner(Runner, ABC):
         ``shards``, only of snapshots             `StateAccess.merge_shards`, before the checks
         ``operator``                              the operator's ``load_state_dict``
         models, optimizers, and of features       `StateAccess.load`
+        shards of models and optimizers           `StatePlacement.load_shards`
         ``call``, ``batching``, ``module_modes``  as in `_load_from_leader`, only of snapshots
         ``data``, ``global_step``                 `TrainState.load_position`
         ``data["rng"]``                           `RandomGenerators.set`
@@ -415,6 +416,7 @@ class OperatorRunner(Runner, ABC):
                 train_state.update.set_damaged(True)
                 incoming.receive()
             state_access.load(state)
+            train_state.placement.load_shards(state)
         train_state.update.set_damaged(False)
         self._hosted_loop.source.end_iteration()
         self._hosted_loop.call_record.call.last_validation = None

@@ -28,7 +28,7 @@ class StateAccess(ABC):
 
     @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
-        """Load the result of `read`."""
+        """Load the result of `read`. `StatePlacement.load_shards` loads shards."""
 
     def copy_from(self, leader_rank: int, follows: bool) -> None:
         """Load the state of the leader if this rank `follows`. Every rank must call it."""

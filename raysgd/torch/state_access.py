@@ -83,8 +83,39 @@ class TorchStateAccess(StateAccess):
     merge_shards = staticmethod(merge_shards)
 
     def load(self, state: dict[str, Any]) -> None:
-        self._load(state)
-        self._registered.placement.load_shards(state)
+        kinds = self._objects_and_states(state)
+        _, models, of_models = kinds[0]
+        keeps_dtypes = all(
+            tensor.dtype == saved[name].dtype
+            for model, saved in zip(models, of_models, strict=True)
+            for name, tensor in model.named_parameters()
+            if name in saved
+        )
+        with contextlib.ExitStack() as undoing:
+            # Load models last, because loading changes their tensors in place.
+            for kind, objects, states in reversed(kinds):
+                for index, (each, saved) in enumerate(zip(objects, states, strict=True)):
+                    load, old = None, each.state_dict()
+                    if kind == "optimizers":
+                        load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
+                        old = optimizer_state(each)
+                        if not self._registered.placement.is_unsharded(each):
+                            saved = {**saved, "state": {}}  # whose shards are loaded later
+                    elif kind == "schedulers":
+                        load = functools.partial(load_scheduler, each)
+                        old = scheduler_state(each)
+                    elif kind == "models" and (
+                        FROZEN_KEY in state or not self._registered.placement.is_unsharded(each)
+                    ):
+                        load = functools.partial(each.load_state_dict, strict=False)
+                        old, saved = (self._unsharded_of(each, state) for state in (old, saved))
+                    name = f"{kind}[{index}]"
+                    undoing.enter_context(load_or_restore(each, old, saved, name, load))
+        changed = state.get("requires_grad", ())  # older files lack it
+        for model, first, now in zip(self._models, self._initially_trained, changed, strict=False):
+            set_grad_flags(model, {**first, **now})
+        for feature in self._registered.features:
+            feature.load_state_dict(state)
 
     def copy_from(self, leader_rank: int, follows: bool) -> None:
         """Load the state of the leader if this rank `follows`. Every rank must call it.
@@ -113,7 +144,7 @@ class TorchStateAccess(StateAccess):
         received = [feature.receive(leader_rank) for feature in features][::-1]
         # Apply the state only if all of it has arrived: the leader may be lost meanwhile.
         if lacks:
-            self._load(state)
+            self.load(state)
         for apply in received if follows else ():
             apply()
 
@@ -178,41 +209,6 @@ class TorchStateAccess(StateAccess):
         return dict(reuse_memory(state, tensors, incoming))
 
     # ---- helpers
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        kinds = self._objects_and_states(state)
-        _, models, of_models = kinds[0]
-        keeps_dtypes = all(
-            tensor.dtype == saved[name].dtype
-            for model, saved in zip(models, of_models, strict=True)
-            for name, tensor in model.named_parameters()
-            if name in saved
-        )
-        with contextlib.ExitStack() as undoing:
-            # Load models last, because loading changes their tensors in place.
-            for kind, objects, states in reversed(kinds):
-                for index, (each, saved) in enumerate(zip(objects, states, strict=True)):
-                    load, old = None, each.state_dict()
-                    if kind == "optimizers":
-                        load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
-                        old = optimizer_state(each)
-                        if not self._registered.placement.is_unsharded(each):
-                            saved = {**saved, "state": {}}  # whose shards are loaded later
-                    elif kind == "schedulers":
-                        load = functools.partial(load_scheduler, each)
-                        old = scheduler_state(each)
-                    elif kind == "models" and (
-                        FROZEN_KEY in state or not self._registered.placement.is_unsharded(each)
-                    ):
-                        load = functools.partial(each.load_state_dict, strict=False)
-                        old, saved = (self._unsharded_of(each, state) for state in (old, saved))
-                    name = f"{kind}[{index}]"
-                    undoing.enter_context(load_or_restore(each, old, saved, name, load))
-        changed = state.get("requires_grad", ())  # older files lack it
-        for model, first, now in zip(self._models, self._initially_trained, changed, strict=False):
-            set_grad_flags(model, {**first, **now})
-        for feature in self._registered.features:
-            feature.load_state_dict(state)
 
     def _objects_and_states(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""
