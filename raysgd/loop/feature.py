@@ -1,17 +1,20 @@
-"""The interfaces of the features of an update, and of what knows where the models are.
-
-They are in one file because a mode that shards implements both, and the loop calls both.
-"""
+"""The interface of the features of an update, and the feature that splits batches."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from raysgd._internal.progress import HeldState
+from raysgd.data.partition import MicroBatch
+from raysgd.loop.options import Settings
 from raysgd.loop.update import Factors, Update
 
+SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatch]]
+_ONCE = (
+    "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
+    "batch, after all losses of the batch."
+)
 UPDATE_HOOKS = (
     "begin_update",
     "begin_micro_batch",
@@ -138,49 +141,59 @@ class UpdateFeature:
         """Load this feature's entries of a training state, after the models and optimizers."""
 
 
-class StatePlacement:
-    """Knows which worker has which part of the models and of the states of optimizers.
+class IndivisibleError(BaseException):
+    """Raised in a micro-batch of a batch that must not be split. The loop repeats the step unsplit.
 
-    In this class, every worker has all of both. Subclasses shard them over the workers.
+    It does not derive from Exception, so that user code does not catch it.
     """
 
-    held_state = HeldState()
-    """What this worker has, if no step has damaged it."""
-    replicates = True
-    """Whether the workers keep the models equal."""
-    features: Sequence[UpdateFeature] = ()
-    """Features with the hooks of this mode, such as `self`. Their `receive` comes last, because
-    shards are valid from then on."""
-    is_in_sync = True
-    """Whether all shards belong to the last committed step."""
 
-    def is_unsharded(self, owner: Any) -> bool:
-        """Return whether every worker has all of a model, or of the state of an optimizer."""
-        return True
+class MicroBatching(UpdateFeature):
+    """Decides whether batches may be split, and splits them if memory ran out.
 
-    def wrap_steps(self) -> None:
-        """Shard the state and the later steps of optimizers, after other hooks are registered."""
+    Micro-batches are equivalent to the whole batch if user code computes all gradients before the
+    update, and uses the helpers of raysgd for gradients and updates.
+    """
 
-    # ---- a worker leaves
+    def __init__(self, settings: Settings, update: Update) -> None:
+        self._settings, self._update = settings, update
+        self.why_not_split: str | None = None  # why batches must not be split
+        self.num_splits = 1  # micro-batches per batch; more than 1 after memory ran out
 
-    def export_shards(self) -> Any:
-        """Return the shards that the remaining workers need, before this worker leaves."""
+    def refuse_split(self, why: str, remedy: str = _ONCE) -> None:
+        """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
+        if fixed_by := self._settings.options.layout.fixed_by:
+            raise RuntimeError(f"{why}. With {fixed_by}, {remedy}")
+        self.why_not_split = self.why_not_split or why
+        if self._update.is_split:
+            raise IndivisibleError(why)
 
-    def import_shards(self, shards: Any) -> None:
-        """Store the shards of a worker that leaves until the next generation."""
+    def begin_update(self, update: Update) -> None:
+        """Warn if a batch cannot be split and is larger because workers are missing."""
+        if update.plan.is_oversized:
+            self._settings.warn_once(
+                "indivisible",
+                "With %d of %d workers, each batch has more samples than its loader's batch size, "
+                "and needs more memory. It cannot be split: %s.",
+                self._settings.context.world_size,
+                self._settings.options.num_workers,
+                self.why_not_split or "only the default train_epoch takes batches in parts",
+            )
 
-    # ---- files, snapshots, and exports
+    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
+        """Return the micro-batches of a batch. The default is one."""
+        return [(batch, micro_batch)]
 
-    def saved_shards(self) -> Sequence[Any]:
-        """Return the pieces that this worker saves, by optimizer. `merge_shards` merges them."""
-        return ()
+    def choose_split(self, error: BaseException, batch: Any, may_split: bool) -> int:
+        """Return the number of micro-batches per batch after an error, or 0 to raise the error.
 
-    def load_shards(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's shards from a complete state, after its other entries."""
-
-    def export_models(self, num_models: int) -> list[Any] | None:
-        """Return complete copies of the first models on rank 0. All ranks must call it.
-
-        Return None if every worker has complete models.
+        Add advice to the error. `batch` is that of the update in progress, or None.
         """
-        return None
+        return 0
+
+    def increase_split(self, min_splits: int) -> None:
+        """Use at least `min_splits` micro-batches. All ranks must call this at the same step."""
+
+    def is_recoverable(self, error: BaseException) -> bool:
+        """Return whether training can continue after an error, because only memory ran out."""
+        return False

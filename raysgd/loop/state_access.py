@@ -1,12 +1,17 @@
-"""What checkpoints, snapshots, and new workers get of the registered objects."""
+"""The interfaces of what reads and loads the registered objects, and of who has which part."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.progress import HeldState
 from raysgd.cluster.large_values import IncomingValue
-from raysgd.loop.train_state import TrainState
+from raysgd.loop.feature import UpdateFeature
+
+if TYPE_CHECKING:
+    from raysgd.loop.train_state import TrainState
 
 
 class StateAccess(ABC):
@@ -71,3 +76,51 @@ class StateAccess(ABC):
         With `for_workers`, leave out only what ``setup`` of all workers has made alike.
         """
         return state
+
+
+class StatePlacement:
+    """Knows which worker has which part of the models and of the states of optimizers.
+
+    In this class, every worker has all of both. Subclasses shard them over the workers.
+    """
+
+    held_state = HeldState()
+    """What this worker has, if no step has damaged it."""
+    replicates = True
+    """Whether the workers keep the models equal."""
+    features: Sequence[UpdateFeature] = ()
+    """Features with the hooks of this mode, such as `self`. Their `receive` comes last, because
+    shards are valid from then on."""
+    is_in_sync = True
+    """Whether all shards belong to the last committed step."""
+
+    def is_unsharded(self, owner: Any) -> bool:
+        """Return whether every worker has all of a model, or of the state of an optimizer."""
+        return True
+
+    def wrap_steps(self) -> None:
+        """Shard the state and the later steps of optimizers, after other hooks are registered."""
+
+    # ---- a worker leaves
+
+    def export_shards(self) -> Any:
+        """Return the shards that the remaining workers need, before this worker leaves."""
+
+    def import_shards(self, shards: Any) -> None:
+        """Store the shards of a worker that leaves until the next generation."""
+
+    # ---- files, snapshots, and exports
+
+    def saved_shards(self) -> Sequence[Any]:
+        """Return the pieces that this worker saves, by optimizer. `merge_shards` merges them."""
+        return ()
+
+    def load_shards(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's shards from a complete state, after its other entries."""
+
+    def export_models(self, num_models: int) -> list[Any] | None:
+        """Return complete copies of the first models on rank 0. All ranks must call it.
+
+        Return None if every worker has complete models.
+        """
+        return None

@@ -20,10 +20,10 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import UPDATE_HOOKS, StatePlacement, UpdateFeature
-from raysgd.loop.micro_batching import MicroBatching
+from raysgd.loop.feature import UPDATE_HOOKS, MicroBatching, UpdateFeature
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
+from raysgd.loop.state_access import StatePlacement
 from raysgd.loop.update import MicroBatchMetrics, Update
 from raysgd.metrics import AverageMeterCollection
 

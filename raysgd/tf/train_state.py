@@ -16,7 +16,7 @@ from keras.src.random.seed_generator import global_seed_generator
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import try_copy
-from raysgd.loop.micro_batching import MicroBatching
+from raysgd.loop.feature import MicroBatching
 from raysgd.loop.state_access import StateAccess
 from raysgd.loop.state_keys import check_objects
 from raysgd.loop.train_state import RandomGenerators, TrainState

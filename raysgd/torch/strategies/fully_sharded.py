@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from raysgd.loop.feature import StatePlacement
+from raysgd.loop.state_access import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters

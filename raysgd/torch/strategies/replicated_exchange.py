@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal.step_timing import OTHER
 from raysgd.comm.mesh import SAME_COLLECTIVES
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.feature import StatePlacement
+from raysgd.loop.state_access import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.digests import state_digest

@@ -11,9 +11,9 @@ from raysgd._internal.progress import HeldState
 from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import StatePlacement
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.loop.snapshots import SnapshotTaker, _num_bytes
+from raysgd.loop.state_access import StatePlacement
 from raysgd.loop.state_keys import check_state
 from raysgd.torch.tensors import copy_leaf
 from tests.operators import on_gpu

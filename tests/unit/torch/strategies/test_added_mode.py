@@ -5,8 +5,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Guard, TrainingOperator
-from raysgd.loop.feature import StatePlacement, UpdateFeature
+from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
+from raysgd.loop.state_access import StatePlacement
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.replicated_exchange import broadcast_models
 from raysgd.torch.strategies.table import STRATEGIES, Strategy
