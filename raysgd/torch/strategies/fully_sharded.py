@@ -23,7 +23,7 @@ from raysgd.loop.update import Update
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.replicated_exchange import GroupExchange
+from raysgd.torch.strategies.exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
