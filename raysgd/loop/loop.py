@@ -240,13 +240,13 @@ class Loop:
 
     def _end_at_bad_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""
-        meters = self.train_state.meters
+        meters, segment = self.train_state.meters, self.train_state.segment
         is_bad = meters is not None and meters.has_bad_loss()
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.any_rank(is_bad)
-        if is_bad:
+        if is_bad and segment is not None:
             self.call_record.call.ended_early = True
-            self.train_state.segment.pause_now()
+            segment.pause_now()
 
     def _end_failed_segment(self, segment: Segment) -> None:
         """Undo the update of a segment that raised, and record its metrics."""

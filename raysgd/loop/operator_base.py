@@ -177,7 +177,7 @@ class OperatorBase:
 
     def _loop_ends_epoch(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
-        segment: Segment | None = self._train_state.segment
+        segment = self._train_state.segment
         return segment is None or not segment.was_read or segment.loop_ends_epoch
 
     def _batch_info(
@@ -210,11 +210,11 @@ class OperatorBase:
 
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
-        update = self._train_state.update
-        if update.should_commit():
-            self._train_state.segment.finish()
+        train_state = self._train_state
+        if train_state.segment is not None:
+            train_state.segment.commit_if_done()
         # Of a group that another call of ``train_epoch`` continues.
-        self._train_state.add_metrics(update.release_metrics())
+        train_state.add_metrics(train_state.update.release_metrics())
         return meters.summary()
 
     def _check_single(self) -> None:

@@ -71,7 +71,7 @@ class Segment:
     def __next__(self) -> Any:
         self.was_read = True
         self._train_state.timing.begin(OTHER)
-        self._commit_if_done()
+        self.commit_if_done()
         self._control.raise_if_interrupted()
         if not self._micro_batches:
             self._draw_batch()
@@ -82,7 +82,7 @@ class Segment:
         self._train_state.timing.begin(self._train_state.timing.batch_phase)
         return rows
 
-    def _commit_if_done(self, raised: bool = False) -> None:
+    def commit_if_done(self, raised: bool = False) -> None:
         """Commit the update in progress if it counts, although the loop may have `raised`."""
         if not self._update.should_commit(raised):
             return
@@ -163,7 +163,7 @@ class Segment:
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""
-        self._commit_if_done()
+        self.commit_if_done()
         if self.has_loader_failed:
             raise RuntimeError(
                 "train_epoch caught an error of its loader, which cannot continue. Raise the error "
@@ -187,7 +187,7 @@ class Segment:
     def end_after_error(self) -> None:
         """Undo the update in progress, unless it counts. The source gives its batches again."""
         with contextlib.suppress(Exception):  # the error of the loop is raised
-            self._commit_if_done(raised=True)
+            self.commit_if_done(raised=True)
         again = [each for each in (*self._drawn, self._ahead) if each is not _NOTHING]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
