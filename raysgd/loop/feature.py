@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.options import Settings
-from raysgd.loop.update import Factors, Update
+from raysgd.loop.update import BadStep, Factors, Update
 
 SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatch]]
 _ONCE = (
@@ -45,7 +45,7 @@ class UpdateFeature:
     why_optimizer_step: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
-    bad_steps: Sequence[dict[str, Any]] = ()  # that were not applied, oldest first
+    bad_steps: Sequence[BadStep] = ()  # that were not applied, oldest first
     warning = ""  # what the newest generation has changed, for the driver to log
 
     # ---- the group of workers

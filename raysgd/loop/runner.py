@@ -223,15 +223,15 @@ class OperatorRunner(Runner, ABC):
             timing=timing,
             log_points=call_record.release_points(acknowledged_step),
         )
-        bad_steps = [each for feature in features for each in feature.bad_steps]
-        bad_steps = [each for each in bad_steps if each["step"] > call_record.call.began_at]
+        bad_steps = (each for feature in features for each in feature.bad_steps)
+        new_bad_steps = [dict(s) for s in bad_steps if s["step"] > call_record.call.began_at]
         failed_at = self.control.failed_at or f"after step {position.global_step}"
         return progress.Progress(
             position=position,
             bar=bar,
             measured=measured,
             snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_changes),
-            updates=progress.UpdateStatus(train_state.micro_batching.num_splits, bad_steps),
+            updates=progress.UpdateStatus(train_state.micro_batching.num_splits, new_bad_steps),
             held_state=train_state.held_state,
             process=progress.ProcessStatus(True, failed_at),  # blocked if this worker has returned
         )

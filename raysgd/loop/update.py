@@ -29,7 +29,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.metrics import is_numeric
@@ -45,6 +45,16 @@ class MicroBatchMetrics(NamedTuple):
     metrics: Mapping[str, Any]
     weight: float
     ends_step: bool
+
+
+class BadStep(TypedDict):
+    """An update that counts, but is not applied. Users see it in ``trainer.bad_steps``."""
+
+    step: int  # the last one of the update
+    epoch: int  # from 1
+    reason: str
+    value: Any  # the norm of gradients as text, or a loss that jumped
+    samples: list[Any]  # of all workers, as `BatchSource.sample_ids`
 
 
 class UpdateState(Enum):
@@ -101,7 +111,7 @@ class Update:
         self.state = UpdateState.CLOSED
         self.plan = plan
         self.num_splits = 1  # after memory ran out, planned micro-batches are split too
-        self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
+        self.bad_step: BadStep | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
         self.index = -1  # of the current micro-batch; -1 before the first
         self.micro_batch, self.in_last_micro_batch, self.begins_step = _NO_BATCH, True, True
@@ -165,7 +175,7 @@ class Update:
             held[index] = MicroBatchMetrics(kept, 0, ends_step)
         return held
 
-    def mark_bad(self, bad_step: dict[str, Any]) -> None:
+    def mark_bad(self, bad_step: BadStep) -> None:
         """Let the update count without being applied, for a reason in this record."""
         self.bad_step = bad_step
 

@@ -12,7 +12,7 @@ import torch
 
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import UpdateFeature
-from raysgd.loop.update import Factors, Update, UpdateState
+from raysgd.loop.update import BadStep, Factors, Update, UpdateState
 from raysgd.torch.options import BadSteps
 from raysgd.torch.registered import RegisteredObjects
 
@@ -43,7 +43,7 @@ class BadStepFilter(UpdateFeature):
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
-        self.bad_steps: list[dict[str, Any]] = []
+        self.bad_steps: list[BadStep] = []
 
     def begin_call(self, logs_steps: bool) -> None:
         self._num_workers = self._registered.exchange.num_workers  # to find it takes many calls
@@ -99,7 +99,7 @@ class BadStepFilter(UpdateFeature):
     def _record_bad_step(self, update: Update, reason: str, value: Any) -> None:
         registered, position = self._registered, self._registered.position
         source, num_samples = registered.data.training_source, update.plan.total_samples or 0
-        bad_step = {
+        bad_step: BadStep = {
             "step": position.global_step + update.plan.num_steps,
             "epoch": position.epoch + 1,
             "reason": reason,
