@@ -76,24 +76,28 @@ class Update:
     loop, each batch has its own, which never opens. Each worker has one object, and `reset`
     prepares it for the next update.
 
-    What happens between a backward pass and the commit. An update of one micro-batch may repeat
-    backward passes and steps, for other losses and optimizers:
+    What happens between a backward pass and the commit, and the file that calls each method, in
+    PyTorch. With one micro-batch, `add` to `end` may repeat, for other losses and optimizers:
 
-    =====================  ======================================================================
-    `begin_micro_batch`    gradients of earlier micro-batches are out of ``.grad``
-    ``backward()``         they return, and `loss_weights` weights them and the loss: ``has_loss``,
-                           ``divisor``. Workers average gradients in the last micro-batch: in this
-                           pass, or else before the step
-    ``optimizer_step()``   ``requested`` has the optimizer. Before the last micro-batch, it ends
-                           here, and takes the gradients
-    - averages             ``divisor`` is 0 if no worker has items
-    - features             ``before_optimizer_step`` may call `mark_bad`
-    - the step, if both    ``running_optimizer`` is it, as in ``optimizer.step()`` of user code
-      allow it
-    - the end              ``counts`` has the step, even if skipped
-    ``step_schedulers()``  schedulers that step per batch do
-    the next request       `should_commit`, and features may refuse in ``before_commit``
-    =====================  ======================================================================
+    ========================  ==========================  =========================================
+    method                    called in                   effect
+    ========================  ==========================  =========================================
+    `begin_micro_batch`       loop/train_state            earlier gradients are out of ``.grad``
+    `LossWeights.add`         torch/optimization          they return, and factors weight them and
+                                                          the loss. Workers average gradients in the
+                                                          last micro-batch: here, or before `begin`
+    `OptimizerSteps.request`  torch/features/step_checks  ``requested`` has the optimizer. Before
+                                                          the last micro-batch, the step ends here
+    `mark_bad`                torch/features/bad_steps    no step is made, as without items on all
+                                                          workers: ``divisor`` is 0
+    `OptimizerSteps.begin`    torch/optimization          ``running_optimizer`` is it, as in
+                                                          ``optimizer.step()`` of user code
+    `OptimizerSteps.end`      torch/optimization          ``counts`` has the step, even if skipped
+    `hold_metrics`            loop/operator_base          the metrics wait for the commit
+    `should_commit`           loop/segment                asked when the loop requests a batch
+    `begin_commit`            loop/train_state            features may refuse in ``before_commit``
+    `commit`                  loop/train_state            the steps count
+    ========================  ==========================  =========================================
     """
 
     def __init__(self, has_fixed_parts: bool = False) -> None:
