@@ -382,9 +382,20 @@ class LossWeights:
         return Factors(earlier, self._items * num_workers / self.divisor if self._items else 0.0)
 
     def _set_divisor(self, count: LossCount, num_workers: int, all_reduce: AllReduce) -> float:
-        """Fill a row of the table, set the divisor, and return the factor of earlier gradients."""
+        """Set the items and the divisor of the loss, and return the factor of earlier gradients."""
         update = self._update
-        self._set_items(count)
+        if self.num_earlier and (self._count.num_items is None) != (count.num_items is None):
+            raise ValueError(
+                "backward(num_samples=...) was passed for some batches of an accumulation "
+                "group. Pass it for all of them or for none."
+            )
+        self._count = count
+        micro_batch = update.micro_batch
+        items = micro_batch.num_samples if count.num_items is None else count.num_items
+        if items is None:
+            items = micro_batch.fraction
+        self._items = 0.0 if micro_batch.is_repeated else float(items)
+        self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
         # An update of one micro-batch needs no plan.
         is_single = update.has_one_micro_batch
         planned = total = 0.0 if is_single else self._planned_total(num_workers, all_reduce)
@@ -396,20 +407,6 @@ class LossWeights:
         if not (self.num_earlier and total) or math.isclose(total, planned, rel_tol=1e-12):
             return 1.0
         return planned / total
-
-    def _set_items(self, count: LossCount) -> None:
-        if self.num_earlier and (self._count.num_items is None) != (count.num_items is None):
-            raise ValueError(
-                "backward(num_samples=...) was passed for some batches of an accumulation "
-                "group. Pass it for all of them or for none."
-            )
-        self._count = count
-        micro_batch = self._update.micro_batch
-        items = micro_batch.num_samples if count.num_items is None else count.num_items
-        if items is None:
-            items = micro_batch.fraction
-        self._items = 0.0 if micro_batch.is_repeated else float(items)
-        self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
 
     def _planned_total(self, num_workers: int, all_reduce: AllReduce) -> float:
         plan = self._update.plan
