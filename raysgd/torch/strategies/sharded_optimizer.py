@@ -6,7 +6,7 @@ workers, so that the state of these shards survives a worker loss. Copies need n
 
 An update goes into a separate buffer. Parameters change when all shards have arrived, so that a
 step that loses a worker is repeated from the same parameters. A worker that has updated a shard
-already keeps that update and does not repeat it.
+does not repeat that update.
 """
 
 from __future__ import annotations
@@ -49,7 +49,19 @@ class OptimizerShards(UpdateFeature):
 
     Hooks, schedulers, and parameter groups stay valid. Within a step, the groups have the pieces of
     the shard instead of the parameters. Between steps, the optimizer has the parameters and no
-    state.
+    state. A step from version v, the number of updates so far, moves these to the next version:
+
+    ==============================  ==========  ===========================  ====================
+    after                           parameters  `Piece.version` and `state`  `Piece.values`
+    ==============================  ==========  ===========================  ====================
+    the previous commit             v           v                            none
+    `_begin_step`                   v           v, state in the optimizer    v + 1: copies of v
+    `_end_step`, before the others  v           v + 1                        v + 1
+    `_apply_updates`                v + 1       v + 1                        v + 1
+    `commit`                        v + 1       v + 1                        none
+    `roll_back`, without the others v           v + 1, for the next attempt  v + 1
+    `roll_back` within the step     v           `_PARTIAL`, unusable         unusable
+    ==============================  ==========  ===========================  ====================
 
     Args:
         optimizer: one of `raysgd.torch.tensors.ELEMENTWISE`, with averaged gradients.
