@@ -152,21 +152,17 @@ def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, src: int)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     else:
         flat = tensors[0].resolve_conj().resolve_neg().contiguous().view(-1)
+    hvd = _horovod()
     for chunk in flat.split(_MESSAGE_BYTES // flat.element_size()):
-        _broadcast(torch.empty_like(chunk, device=device) if chunk.is_meta else chunk, src)
+        received = torch.empty_like(chunk, device=device) if chunk.is_meta else chunk
+        content = received.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack dtypes
+        if hvd is None:
+            dist.broadcast(content, src=src)
+        else:
+            hvd.broadcast_(content, root_rank=src, name="raysgd.broadcast")
     if _rank() != src and flat.data_ptr() != tensors[0].data_ptr():
         for tensor, new in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(new.view_as(tensor))
-
-
-def _broadcast(tensor: torch.Tensor, src: int) -> None:
-    """Overwrite a contiguous tensor with the tensor of rank `src`."""
-    hvd = _horovod()
-    content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some dtypes
-    if hvd is None:
-        dist.broadcast(content, src=src)
-    else:
-        hvd.broadcast_(content, root_rank=src, name="raysgd.broadcast")
 
 
 def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
