@@ -33,12 +33,11 @@ from raysgd.torch.strategies.shards import (
     ShardLayout,
     ShardUpdate,
     Transfer,
-    elements_of,
     flat,
-    is_sharded,
+    is_per_element,
     plan_transfers,
 )
-from raysgd.torch.tensors import copy_all, parameters_of
+from raysgd.torch.tensors import copy_all, copy_leaf, parameters_of
 
 _PARTIAL = -1
 """Version of a partly updated state, which is unusable."""
@@ -256,7 +255,7 @@ class OptimizerShards(UpdateFeature):
             for index, (start, stop) in layout.shards[shard].items():
                 parameter = self._parameters[index]
                 state = {
-                    name: self._convert(name, elements_of(value, parameter, start, stop), parameter)
+                    name: self._convert(name, value, parameter, slice(start, stop))
                     for name, value in full_state.get(parameter, {}).items()
                 }
                 base = self._elements_of(index, start, stop)
@@ -264,16 +263,20 @@ class OptimizerShards(UpdateFeature):
         self._token = self._token[0], self._token[1] + 1
         self.is_in_sync, self.held_state = True, HeldState(is_complete=False)
 
-    def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
-        """Return a value of the state with the dtype and device that the optimizer needs."""
+    def _convert(self, name: str, value: Any, parameter: torch.Tensor, span: slice) -> Any:
+        """Return a copy of a value of the state, for some elements of a parameter.
+
+        It has the dtype and the device that the optimizer needs.
+        """
         if not isinstance(value, torch.Tensor):
-            return value
+            return copy_leaf(value)
+        value = copy_leaf(value.reshape(-1)[span] if value.shape == parameter.shape else value)
         if name == "step":  # on the CPU, unless a kernel increments it
             groups = self.optimizer.param_groups
             (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
             counts = group.get("fused") or group.get("capturable")
             return value.to(self._device, torch.float32) if counts else value
-        casts = is_sharded(value) and parameter.is_floating_point()
+        casts = is_per_element(value) and parameter.is_floating_point()
         return value.to(self._device, parameter.dtype if casts else value.dtype)
 
     def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
@@ -308,7 +311,7 @@ class OptimizerShards(UpdateFeature):
         token, version, messages = shards
         if (token, version) == (self._token, self._version):
             device = self._device  # values that are not sharded, such as steps, stay on the CPU
-            moved = map_leaves(messages, lambda x: x.to(device) if is_sharded(x) else x)
+            moved = map_leaves(messages, lambda x: x.to(device) if is_per_element(x) else x)
             self._pieces += [Piece(*message) for message in moved]
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
@@ -349,12 +352,29 @@ class OptimizerShards(UpdateFeature):
         return super().receive(leader_rank)
 
     def _messages(self, transfers: Sequence[Transfer], version: int) -> list[tuple[Any, ...]]:
-        newest = ((each.newest_piece(self._pieces), each.start, each.stop) for each in transfers)
-        return [self._message(*each, version) for each in newest]
+        """Return the elements of each transfer, of the newest piece that contains them."""
+        messages = []
+        for index, start, stop, *_ in transfers:
+            of_parameter = (piece for piece in self._pieces if piece.param_index == index)
+            fitting = (p for p in of_parameter if p.start <= start and stop <= p.stop)
+            newest = max(fitting, key=lambda piece: piece.version)
+            messages.append(self._message(newest, start, stop, version))
+        return messages
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
-        """Return elements of a piece for workers whose parameters have this `version`."""
-        return piece.message(start, stop, is_ahead=piece.version > version)
+        """Return a copy of some elements, as the fields of a piece.
+
+        Include the updated elements if they are ahead of parameters of this `version`.
+        """
+        first, last = start - piece.start, stop - piece.start
+        state = {
+            name: copy_leaf(value[first:last] if is_per_element(value) else value)
+            for name, value in piece.state.items()
+        }
+        is_ahead = piece.version > version
+        values = {n: v[first:last].clone() for n, v in piece.values.items() if is_ahead}
+        base = None if piece.base is None else piece.base[first:last].clone()
+        return piece.param_index, start, stop, piece.version, state, values, base
 
 
 class ShardedOptimizers(StatePlacement):

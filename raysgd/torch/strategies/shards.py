@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from raysgd.checkpoint.file import SHARDS
 from raysgd.errors import CheckpointError
-from raysgd.torch.tensors import copy_leaf
 
 PARAMETER = "parameter"
 """Key of the model parameter in a worker's shard of the state."""
@@ -33,12 +32,6 @@ class Transfer(NamedTuple):
     version: int
     src: int
     dst: tuple[int, ...]
-
-    def newest_piece(self, pieces: Sequence[Piece]) -> Piece:
-        """Return the newest piece that contains the elements."""
-        of_parameter = (piece for piece in pieces if piece.param_index == self.param_index)
-        fitting = (p for p in of_parameter if p.start <= self.start and self.stop <= p.stop)
-        return max(fitting, key=lambda piece: piece.version)
 
 
 def plan_transfers(
@@ -238,22 +231,8 @@ class Piece:
     base: torch.Tensor | None = None
     """The elements before the update. None if this worker has the complete parameter."""
 
-    def message(self, start: int, stop: int, is_ahead: bool) -> tuple[Any, ...]:
-        """Return a copy of some elements, as the fields of a piece.
 
-        Include the updated elements if they are ahead of the receiver's parameters.
-        """
-        first, last = start - self.start, stop - self.start
-        state = {
-            name: copy_leaf(value[first:last] if is_sharded(value) else value)
-            for name, value in self.state.items()
-        }
-        values = {n: v[first:last].clone() for n, v in self.values.items() if is_ahead}
-        base = None if self.base is None else self.base[first:last].clone()
-        return self.param_index, start, stop, self.version, state, values, base
-
-
-def is_sharded(value: Any) -> bool:
+def is_per_element(value: Any) -> bool:
     """Return whether a value of a piece has an entry per element. Other values are scalars."""
     return isinstance(value, torch.Tensor) and value.dim() == 1
 
@@ -261,13 +240,6 @@ def is_sharded(value: Any) -> bool:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a contiguous tensor, without a copy."""
     return tensor.detach().view(-1)
-
-
-def elements_of(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
-    """Return a copy of a value of the state, for some elements of a parameter."""
-    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-        value = value.reshape(-1)[start:stop]
-    return copy_leaf(value)
 
 
 # ---- complete states
@@ -297,7 +269,7 @@ def _merge_pieces(pieces: Iterable[SavedPiece]) -> dict[Any, dict[str, Any]]:
         of_parameter = merged.setdefault(key, {})
         missing[key] = missing.get(key, shape.numel()) - (piece["stop"] - piece["start"])
         for name, value in piece["values"].items():
-            if not is_sharded(value):
+            if not is_per_element(value):
                 of_parameter[name] = value
                 continue
             if name not in of_parameter:
