@@ -169,7 +169,7 @@ class TrainingOperator(OperatorBase):
             # Without a name, the output needs no memory in the backward pass.
             loss = loss_of(self, model(*read.arguments, **read.keywords), read)
         num_samples = self._count_samples(read, batch_info)
-        count = self._count_loss(batch, num_samples, read.target)
+        count = self.count_for_backward(batch, num_samples, read.target)
         self.backward(loss, num_samples=count)
         self.optimizer_step(optimizer)
         return {"train_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
@@ -230,8 +230,14 @@ class TrainingOperator(OperatorBase):
             )
         return count
 
-    def _count_loss(self, batch: Any, num_samples: int, target: Any = None) -> LossCount:
-        """Return the count of a loss for `backward`. A `target` is that of ``self.criterion``."""
+    def count_for_backward(self, batch: Any, num_samples: int, target: Any = None) -> LossCount:
+        """Return what the default `train_batch` passes to `backward` as ``num_samples``.
+
+        Args:
+            batch: The batch, for `num_items`.
+            num_samples: Number of its samples.
+            target: The target, if ``self.criterion`` computes the loss.
+        """
         num_items = type(self).num_items
         # Whether workers communicate must not depend on the batch.
         if num_items is not TrainingOperator.num_items:
@@ -258,7 +264,7 @@ class TrainingOperator(OperatorBase):
             loss = loss_of(self, output, read)
         batch_info["output"] = output
         num_samples = self._count_samples(read, batch_info)
-        count = self._count_loss(batch, num_samples, read.target)
+        count = self.count_for_backward(batch, num_samples, read.target)
         metrics = {"val_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
         target = read.keywords.get("labels") if read.target is None else read.target
         ignored = ignored_index(getattr(self, "criterion", None))

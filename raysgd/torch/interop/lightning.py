@@ -213,7 +213,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss, num_samples = outputs.get("loss"), self._num_samples(batch)
-        count = self._count_loss(batch, num_samples)
+        count = self.count_for_backward(batch, num_samples)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"{type(module).__name__}.training_step returned {output!r}. It must return "
@@ -290,7 +290,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         metrics = {}
         if isinstance(loss, torch.Tensor):
-            metrics["val_loss"] = self._mean_of(loss, self._count_loss(batch, num_samples))
+            metrics["val_loss"] = self._mean_of(loss, self.count_for_backward(batch, num_samples))
         return {**metrics, **self._stand_in.pop_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
