@@ -18,8 +18,8 @@ class Collectives(ABC):
         """Return the smallest number of all ranks for each value."""
 
     @abstractmethod
-    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        """Call `make` on `rank`, and return its result on all ranks."""
+    def broadcast(self, make: Callable[[], Any], src: int) -> Any:
+        """Call `make` on rank `src`, and return its result on all ranks."""
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""

@@ -297,11 +297,10 @@ class _Operation(Work):
         is_collective: bool = True,
     ) -> None:
         super().__init__()
-        self._ended: Future[Any] = Future()
+        self._future: Future[Any] = Future()
         self._outputs: list[Any] | None = None
-        ended = self._ended
-        key = id(ended)  # unlike the Work, the future lives until gloo has finished
-        running.begin(key, ended.set_result, is_collective)
+        key = id(self._future)  # unlike the Work, the future lives until gloo has finished
+        running.begin(key, self._future.set_result, is_collective)
 
         # Do not refer to the group here: a gloo thread runs this, and cannot outlive the group.
         def finish(value: Callable[[], Any]) -> None:
@@ -333,22 +332,22 @@ class _Operation(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout:
             done = threading.Event()
-            self._ended.add_done_callback(lambda _: done.set())
+            self._future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
                 raise RuntimeError(f"gloo/ Timed out after {timeout.total_seconds():g} s.")
-        if not self._ended.done():
+        if not self._future.done():
             phase = step_timing.begin_phase(step_timing.WAIT)
-            self._ended.wait()
+            self._future.wait()
             step_timing.resume_phase(phase)
-        _value(self._ended)
+        _value(self._future)
         return True
 
     def get_future(self) -> Future[Any]:
         """Return a future that fails if the operation fails, also for waiters in C++."""
-        return self._ended.then(_value)
+        return self._future.then(_value)
 
     def is_completed(self) -> bool:
-        return self._ended.done()
+        return self._future.done()
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
@@ -387,8 +386,8 @@ def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> A
     return _COMBINATIONS.get(options.reduceOp.op)  # type: ignore[attr-defined]
 
 
-def _value(ended: Future[Any]) -> Any:
-    value = ended.value()
+def _value(future: Future[Any]) -> Any:
+    value = future.value()
     if isinstance(value, BaseException):
         raise value
     return value

@@ -112,10 +112,10 @@ class PeerMesh:
         two ranks. The future fails with RuntimeError if a connection broke, after `interrupt`, or
         after `timeout_s`, which breaks the mesh.
         """
-        ended: Future[None] = Future()
+        future: Future[None] = Future()
         with self._order_lock:
             number, before = self._num_started, self._newest_reduction
-            self._num_started, self._newest_reduction = number + 1, ended
+            self._num_started, self._newest_reduction = number + 1, future
 
         def run() -> None:
             try:
@@ -124,15 +124,15 @@ class PeerMesh:
                 self._reduce(number, tensor, combine, timeout_s)
             except BaseException as error:
                 self.interrupt(f"A reduction failed: {error}")  # others cannot read the rest
-                ended.set_exception(error.with_traceback(None))  # frames hold tensors
+                future.set_exception(error.with_traceback(None))  # frames hold tensors
             else:
-                ended.set_result(None)
+                future.set_result(None)
 
         if in_thread:
             threading.Thread(target=run, name="raysgd-mesh", daemon=True).start()
         else:
             run()
-        return ended
+        return future
 
     def _reduce(
         self, number: int, tensor: torch.Tensor, combine: Combine, timeout_s: float

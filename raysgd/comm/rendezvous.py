@@ -67,16 +67,16 @@ class StoreClient:
     """Connection of a worker to a store.
 
     Methods raise `closed_error` if the store is unreachable or closed, or after `interrupt`. They
-    raise `late_error` if a key is not set in time.
+    raise `timeout_error` if a key is not set in time.
     """
 
     def __init__(
         self,
         address: Address,
         closed_error: type[Exception] = ConnectionError,
-        late_error: type[Exception] = TimeoutError,
+        timeout_error: type[Exception] = TimeoutError,
     ) -> None:
-        self._closed_error, self._late_error = closed_error, late_error
+        self._closed_error, self._timeout_error = closed_error, timeout_error
         self._name = f"The driver's store at {address.host}:{address.port}"
         self._lock = threading.Lock()
         try:
@@ -97,7 +97,7 @@ class StoreClient:
         """Wait for `keys`, for at most `timeout_s` seconds, and return their values."""
         values: list[Any] | None = self.request("get", list(keys), timeout_s, wait_s=timeout_s)
         if values is None:
-            raise self._late_error(
+            raise self._timeout_error(
                 f"Other workers did not set {', '.join(keys)} within {timeout_s:g} s."
             )
         return values

@@ -115,22 +115,22 @@ class BatchSource:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    # ---- reading, in an iteration that the segments of an epoch share
+    # ---- reading, in one iteration for all segments of an epoch
 
-    def open_iteration(self, epoch: int, offset: int, limit: int | None = None) -> Iterator[Any]:
-        """Continue the iteration, or begin one of at most `limit` steps."""
+    def unread_batches(self, epoch: int, offset: int, limit: int | None = None) -> Iterator[Any]:
+        """Return the rest of the epoch that is unread, or else at most `limit` steps."""
         if self.unread is None:
             self.unread = self.batches(epoch, offset, limit)
         return self.unread
 
     def give_back(self, batches: Iterable[Any]) -> None:
-        """Read batches again in the iteration. A partitioned source reads them by their offset."""
+        """Read batches again. A partitioned source reads them by their offset."""
         if self.is_partitioned:
-            self.end_iteration()
+            self.discard_unread()
         elif self.unread is not None:
             self.unread = itertools.chain(batches, self.unread)
 
-    def end_iteration(self) -> None:
+    def discard_unread(self) -> None:
         self.unread = None
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
@@ -170,7 +170,7 @@ class BatchSource:
 
     def end_processes(self) -> None:
         """End the iteration, and stop the loader's processes. The next iteration starts others."""
-        self.end_iteration()
+        self.discard_unread()
         # PyTorch has no public way: it stops them with the iterator, which a traceback can keep.
         iteration, self._iteration, self._stopped_at = self._iteration, None, None
         stop = getattr(iteration, "_shutdown_workers", getattr(iteration, "close", None))
@@ -338,7 +338,7 @@ class PartitionedSource(BatchSource):
         return self._partition.offset_after(offset, num_steps)
 
     def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
-        self.end_iteration()
+        self.discard_unread()
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
         layout = self._partition.layout
         if self._follows_config and config_batch_size is not None and layout.num_parts is None:
@@ -347,7 +347,7 @@ class PartitionedSource(BatchSource):
     def change_partition(self, **fields: Any) -> None:
         if any(getattr(self._partition, name) != value for name, value in fields.items()):
             self._partition = replace(self._partition, **fields)
-            self.end_iteration()
+            self.discard_unread()
 
     def batching(self) -> tuple[int, bool] | None:
         return self._partition.batch_size, self._follows_config

@@ -85,7 +85,7 @@ class CallRecord:
             self.own_metrics = []
         self.call = CallState(**{**call, "merged_metrics": [*call["merged_metrics"]]})
 
-    def _results(self, is_leaving: bool, since: int = 0) -> list[Mapping[str, Any]]:
+    def _segment_metrics(self, is_leaving: bool, since: int = 0) -> list[Mapping[str, Any]]:
         """Return the metrics of segments that began at step `since` or later, for the driver."""
         returns_merged = self._train_state.context.world_rank == 0 and not is_leaving
         recorded = self.own_metrics + self.call.merged_metrics * returns_merged
@@ -95,7 +95,7 @@ class CallRecord:
         """Add what this worker has measured since the last point."""
         train_state = self._train_state
         metrics: Any = None
-        if results := self._results(is_leaving, since=self.call.last_log_step):
+        if results := self._segment_metrics(is_leaving, since=self.call.last_log_step):
             metrics = merge_segments(results) | learning_rates(train_state.optimizers)
             for feature in train_state.features:
                 metrics |= feature.step_metrics()
@@ -126,7 +126,7 @@ class CallRecord:
 
     def result(self, is_leaving: bool = False) -> dict[str, Any]:
         """Return the metrics of the call. For a leaving worker, omit those that all others have."""
-        result = merge_segments(self._results(is_leaving))
+        result = merge_segments(self._segment_metrics(is_leaving))
         timers = self._train_state.timers
         before, now = self._totals_before, self._train_state.timing.totals
         num_steps = now.num_steps - before.num_steps

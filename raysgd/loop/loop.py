@@ -117,7 +117,7 @@ class Loop:
         source = train_state.data.select_training(request.dataset)
         if train_state.data.trains_on != trained_on:
             self._position.offset = 0  # of another epoch
-            self.source.end_iteration()
+            self.source.discard_unread()
         source.change_partition(shares=request.shares)
         self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
@@ -175,7 +175,7 @@ class Loop:
         self.call_record.call.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
-            segment.source.end_iteration()
+            segment.source.discard_unread()
             train_state.end_epoch()
 
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
@@ -246,7 +246,7 @@ class Loop:
             is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad and segment is not None:
             self.call_record.call.ended_early = True
-            segment.pause_now()
+            segment.pause_step = 0  # a past step, so that the next request ends the segment
 
     def _end_failed_segment(self, segment: Segment) -> None:
         """Undo the update of a segment that raised, and record its metrics."""

@@ -59,7 +59,7 @@ class OperatorRunner(Runner, ABC):
         state = self._load_from_leader(leader_rank) if context.distributed else None
         train_state.lacks_state = False
         if train_state.saved_position() != position:
-            loop.source.end_iteration()  # otherwise, the next segment may continue it
+            loop.source.discard_unread()  # otherwise, the next segment may continue it
         if not train_state.held_state.is_complete:
             loop.snapshots.clear()
         self.operator.on_world_change()
@@ -418,7 +418,7 @@ class OperatorRunner(Runner, ABC):
             state_access.load(state)
             train_state.placement.load_shards(state)
         train_state.update.set_damaged(False)
-        self._hosted_loop.source.end_iteration()
+        self._hosted_loop.source.discard_unread()
         self._hosted_loop.call_record.call.last_validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues

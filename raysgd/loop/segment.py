@@ -63,7 +63,7 @@ class Segment:
         # Batches of the update, until the commit. None: a partitioned source can read it again.
         self._drawn: list[Any] = []
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()  # not yet yielded
-        self._ahead: Any = _NOTHING  # a batch of the source, until an update has it
+        self._prefetched: Any = _NOTHING  # a batch of the source, until an update has it
 
     def __iter__(self) -> Segment:
         return self
@@ -100,12 +100,12 @@ class Segment:
 
     def _draw_batch(self) -> None:
         """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
-        can_read = self._ahead is _NOTHING and not self.has_loader_failed
+        can_read = self._prefetched is _NOTHING and not self.has_loader_failed
         if can_read and (self._drawn or not self._decide_end()):
-            self._read_ahead()
-        if self._ahead is _NOTHING:
+            self._prefetch()
+        if self._prefetched is _NOTHING:
             raise StopIteration
-        batch, self._ahead = self._ahead, _NOTHING
+        batch, self._prefetched = self._prefetched, _NOTHING
         self._drawn.append(None if self.source.is_partitioned else batch)
         number, train_state = len(self._drawn), self._train_state
         if number == 1:  # the first batch plans the whole update
@@ -115,14 +115,10 @@ class Segment:
             self._update.reset(self.source.plan(self._position.offset, num_steps))
         planned = self._update.plan.micro_batches
         if number < len(planned) and not self.source.is_partitioned:
-            self._read_ahead()  # the loader may end before its claimed length
+            self._prefetch()  # the loader may end before its claimed length
         self.batch = batch
         split_batch = train_state.micro_batching.split_batch
         self._micro_batches.extend(split_batch(batch, planned[number - 1], self.may_split))
-
-    def pause_now(self) -> None:
-        """End the segment when the loop requests the next batch."""
-        self.pause_step = 0  # a past step
 
     def _decide_end(self) -> bool:
         if self._is_exhausted or self.num_steps == self.total_steps:
@@ -131,20 +127,21 @@ class Segment:
         self.has_paused = self.start_step + self.num_steps >= pause_step
         return self.has_paused
 
-    def _read_ahead(self) -> None:
-        """Read a batch ahead, unless any rank has no more batches."""
+    def _prefetch(self) -> None:
+        """Prefetch a batch, unless any rank has no more batches."""
         timing = self._train_state.timing
         timing.begin(DATA)
         try:
-            self._ahead = self._control.next_batch(self._batches, _NOTHING)
+            self._prefetched = self._control.next_batch(self._batches, _NOTHING)
         except BaseException:
             self.has_loader_failed = True
             raise
         timing.begin(OTHER)
-        # `_ahead` keeps the batch if a worker is lost during this collective.
-        if self.agree_on_batch is not None and not self.agree_on_batch(self._ahead is not _NOTHING):
-            self._ahead = _NOTHING
-        if self._ahead is _NOTHING:
+        # `_prefetched` keeps the batch if a worker is lost during this collective.
+        agree, has_batch = self.agree_on_batch, self._prefetched is not _NOTHING
+        if agree is not None and not agree(has_batch):
+            self._prefetched = _NOTHING
+        if self._prefetched is _NOTHING:
             self._is_exhausted = True
             context, taken = self._train_state.context, self.num_steps + len(self._drawn)
             if self.steps_left is not None and context.world_size > 1:
@@ -159,7 +156,7 @@ class Segment:
         """The iteration over the source. It opens when `allow_split` can no longer be called."""
         position, source = self._position, self.source
         source.change_partition(may_split=self.may_split)
-        return source.open_iteration(position.epoch, position.offset, self.read_limit)
+        return source.unread_batches(position.epoch, position.offset, self.read_limit)
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""
@@ -188,7 +185,7 @@ class Segment:
         """Undo the update in progress, unless it counts. The source gives its batches again."""
         with contextlib.suppress(Exception):  # the error of the loop is raised
             self.commit_if_done(raised=True)
-        again = [each for each in (*self._drawn, self._ahead) if each is not _NOTHING]
+        again = [each for each in (*self._drawn, self._prefetched) if each is not _NOTHING]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()

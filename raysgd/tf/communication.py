@@ -38,7 +38,7 @@ class KerasCollectives(Collectives):
     def all_reduce_min(self, *values: int) -> list[int]:
         return list(values)
 
-    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], src: int) -> Any:
         return make()
 
 
@@ -73,9 +73,9 @@ class GlooCollectives(KerasCollectives):
         self._dist.all_reduce(minima, op=self._dist.ReduceOp.MIN)
         return [int(number) for number in minima]
 
-    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        box = [make() if self.rank == rank else None]
-        self._dist.broadcast_object_list(box, src=rank)
+    def broadcast(self, make: Callable[[], Any], src: int) -> Any:
+        box = [make() if self.rank == src else None]
+        self._dist.broadcast_object_list(box, src=src)
         return box[0]
 
 
@@ -100,8 +100,8 @@ class HorovodCollectives(KerasCollectives):
         of_all = self._hvd.allgather(tf.constant([values], tf.int64)).numpy()
         return [int(number) for number in of_all.min(axis=0)]
 
-    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        return self._hvd.broadcast_object(make() if self.rank == rank else None, root_rank=rank)
+    def broadcast(self, make: Callable[[], Any], src: int) -> Any:
+        return self._hvd.broadcast_object(make() if self.rank == src else None, root_rank=src)
 
 
 def create_collectives(settings: TFSettings) -> KerasCollectives:

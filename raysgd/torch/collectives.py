@@ -35,9 +35,9 @@ class TorchCollectives(Collectives):
 
     def all_reduce_min(self, *values: int) -> list[int]:
         numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
-        return [int(number) for number in self.minima_of(numbers).tolist()]
+        return [int(number) for number in self.all_reduce_min_tensor(numbers).tolist()]
 
-    def minima_of(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_min_tensor(self, values: torch.Tensor) -> torch.Tensor:
         """Return the minimum of all ranks for each element of a vector, which this may change."""
         if (hvd := _horovod()) is not None:
             gathered: torch.Tensor = hvd.allgather(values, name="raysgd.minimum")
@@ -52,10 +52,10 @@ class TorchCollectives(Collectives):
         dist.all_reduce(tensor)
         return float(tensor.item())
 
-    def broadcast(self, make: Callable[[], Any], rank: int, wanted: bool = True) -> Any:
-        """Return `rank`'s state on every rank: nested dicts, lists, and tuples with tensors.
+    def broadcast(self, make: Callable[[], Any], src: int, wanted: bool = True) -> Any:
+        """Return the state of `src` on every rank: nested dicts, lists, and tuples with tensors.
 
-        Only `rank` calls `make`. Tensors from a CPU arrive on the CPU, and other tensors on this
+        Only `src` calls `make`. Tensors from a CPU arrive on the CPU, and other tensors on this
         worker's device. If the state is not `wanted`, it arrives with meta tensors, which need no
         memory.
         """
@@ -75,12 +75,12 @@ class TorchCollectives(Collectives):
             tensors.append((target, new))
             return new
 
-        if _rank() == rank:
+        if _rank() == src:
             state = make()
-            _broadcast_object(map_leaves(state, take), rank)
+            _broadcast_object(map_leaves(state, take), src)
         else:
-            state = map_leaves(_broadcast_object(None, rank), allocate)
-        _broadcast_all(tensors, rank)
+            state = map_leaves(_broadcast_object(None, src), allocate)
+        _broadcast_all(tensors, src)
         return state
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int) -> None:

@@ -148,7 +148,7 @@ class ReplicaGuard(UpdateFeature):
         """Exchange digests with the other workers. A step does not wait for a GPU to finish it."""
         self._finish_comparison()
         digests, is_complete = self._digests(in_step, is_new, one_in)
-        minima = self._registered.collectives.minima_of(torch.cat([digests, ~digests]))
+        minima = self._registered.collectives.all_reduce_min_tensor(torch.cat([digests, ~digests]))
         event = None
         if self._on_gpu:
             minima = torch.empty_like(minima, device="cpu", pin_memory=True).copy_(minima, True)

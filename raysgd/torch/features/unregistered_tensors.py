@@ -29,15 +29,15 @@ class UnregisteredTensors(UpdateFeature):
         self._registered = registered
         self._operator: Any = None
         self._names: set[str] = set()
-        self._roles: list[str] = []  # attributes that hold registered objects
+        self._registered_names: list[str] = []
         self._before: dict[str, Any] | None = None
 
     def watch(self, operator: Any) -> None:
         """Watch the tensors that ``setup`` created. Tensors of ``train_batch`` may be caches."""
         self._operator = operator
         self._names = {*self._versions()}
-        registered = self._registered_ids()
-        self._roles = [name for name, each in vars(operator).items() if _key(each) in registered]
+        attributes, registered = vars(operator).items(), self._registered_ids()
+        self._registered_names = [name for name, each in attributes if _key(each) in registered]
 
     def _registered_ids(self) -> set[int]:
         registered = self._registered
@@ -45,7 +45,7 @@ class UnregisteredTensors(UpdateFeature):
 
     def begin_call(self, logs_steps: bool) -> None:
         registered = self._registered_ids()
-        for name in self._roles:
+        for name in self._registered_names:
             value = getattr(self._operator, name, None)
             if value is not None and _key(value) not in registered:
                 self._registered.warn_once(

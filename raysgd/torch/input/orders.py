@@ -38,8 +38,8 @@ class HugeOrder:
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
     """
 
-    def __init__(self, size: int, replaces: bool) -> None:
-        self._size, self._replaces = size, replaces
+    def __init__(self, size: int, replacement: bool) -> None:
+        self._size, self._replacement = size, replacement
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)
         self._keys = torch.randint(2**62, (8,)).tolist()
 
@@ -47,7 +47,7 @@ class HugeOrder:
         return [self._at(position) for position in range(span.start, span.stop)]
 
     def _at(self, position: int) -> int:
-        if self._replaces:  # random numbers, which repeat
+        if self._replacement:  # random numbers, which repeat
             return hash((position, *self._keys)) % self._size
         (turn, index), mask = divmod(position, self._size), (1 << self._half) - 1
         while True:

@@ -74,7 +74,7 @@ class GroupExchange(GradientExchange):
 
     @property
     def num_workers(self) -> int:  # type: ignore[override]
-        return self._registered.settings.context.world_size if self._averages else 1
+        return self._registered.settings.context.world_size if self._averages_gradients else 1
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         self._dtypes = {p: p.dtype for m in self._registered.models for p in m.parameters()}
@@ -106,10 +106,11 @@ class GroupExchange(GradientExchange):
         return [buffer for model in self._registered.models for buffer in model.buffers()]
 
     def all_reduce_sum(self, number: float) -> float:
-        return self._registered.collectives.all_reduce_sum(number) if self._averages else number
+        collectives = self._registered.collectives
+        return collectives.all_reduce_sum(number) if self._averages_gradients else number
 
     @property
-    def _averages(self) -> bool:
+    def _averages_gradients(self) -> bool:
         registered = self._registered
         return registered.settings.context.distributed and registered.placement.replicates
 

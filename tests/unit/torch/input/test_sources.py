@@ -237,8 +237,8 @@ def test_drawing_an_order_restores_the_random_generators(name, monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3, 1000, 65537])
 def test_order_of_many_samples_has_each_once_and_is_random(size):
     with orders.seeding(5):
-        order = orders.HugeOrder(size, replaces=False)
-        other = orders.HugeOrder(size, replaces=False)
+        order = orders.HugeOrder(size, replacement=False)
+        other = orders.HugeOrder(size, replacement=False)
     found, after = order[0:size], order[size : 2 * size]
     assert sorted(found) == sorted(after) == list(range(size))
     assert size < 1000 or found != after
@@ -355,7 +355,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
     for weights in (None, (3.0, 1.0), None, (3.0, 1.0)):
         for rank, source in enumerate(ranks):
             source.change_partition(shares=weights)
-            batches = source.open_iteration(0, 0)
+            batches = source.unread_batches(0, 0)
             source.change_partition(shares=weights)  # no change
             assert source.unread is not None
             assert [len(batch) for batch in batches] == sizes[weights][rank]
