@@ -115,13 +115,7 @@ class BatchSource:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    # ---- reading, in one iteration for all segments of an epoch
-
-    def unread_batches(self, epoch: int, offset: int, limit: int | None = None) -> Iterator[Any]:
-        """Return the rest of the epoch that is unread, or else at most `limit` steps."""
-        if self.unread is None:
-            self.unread = self.batches(epoch, offset, limit)
-        return self.unread
+    # ---- reading, also by the next segment of an epoch
 
     def give_back(self, batches: Iterable[Any]) -> None:
         """Read batches again. A partitioned source reads them by their offset."""

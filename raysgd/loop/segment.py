@@ -33,9 +33,9 @@ class Segment:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source if memory ran out.
 
-    It continues the iteration of the source, or begins one. `agree_on_batch` returns 0 if any rank
-    has no batch, and may compare the samples of ranks. The functions `after_commit` run after each
-    commit, unless the loop has raised.
+    It continues with the unread batches of the source, if there are any. `agree_on_batch` returns 0
+    if any rank has no batch, and may compare the samples of ranks. The functions `after_commit` run
+    after each commit, unless the loop has raised.
     """
 
     _train_state: TrainState
@@ -101,7 +101,12 @@ class Segment:
     def _draw_batch(self) -> None:
         """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
         can_read = self._prefetched is _NOTHING and not self.has_loader_failed
-        if can_read and (self._drawn or not self._decide_end()):
+        if can_read and not self._drawn:  # another update, unless the segment ends
+            is_over = self._is_exhausted or self.num_steps == self.total_steps
+            pause_step = min(self.pause_step, self._control.driver_pause_step)
+            self.has_paused = not is_over and self.start_step + self.num_steps >= pause_step
+            can_read = not (is_over or self.has_paused)
+        if can_read:
             self._prefetch()
         if self._prefetched is _NOTHING:
             raise StopIteration
@@ -119,13 +124,6 @@ class Segment:
         self.batch = batch
         split_batch = train_state.micro_batching.split_batch
         self._micro_batches.extend(split_batch(batch, planned[number - 1], self.may_split))
-
-    def _decide_end(self) -> bool:
-        if self._is_exhausted or self.num_steps == self.total_steps:
-            return True
-        pause_step = min(self.pause_step, self._control.driver_pause_step)
-        self.has_paused = self.start_step + self.num_steps >= pause_step
-        return self.has_paused
 
     def _prefetch(self) -> None:
         """Prefetch a batch, unless any rank has no more batches."""
@@ -153,10 +151,12 @@ class Segment:
 
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
-        """The iteration over the source. It opens when `allow_split` can no longer be called."""
+        """The batches of the source, from the time when `allow_split` can no longer be called."""
         position, source = self._position, self.source
         source.change_partition(may_split=self.may_split)
-        return source.unread_batches(position.epoch, position.offset, self.read_limit)
+        if source.unread is None:
+            source.unread = source.batches(position.epoch, position.offset, self.read_limit)
+        return source.unread
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""

@@ -124,13 +124,14 @@ class Update:
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
-        self.index += 1
+        self.index, weights = self.index + 1, self.loss_weights
         self.begins_step = not self.index or micro_batch.step_index > self.micro_batch.step_index
         self.state = UpdateState.OPEN
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.num_splits = max(self.num_splits, micro_batch.num_in_batch)
         self.optimizer_steps.requested = set()
-        self.loss_weights.begin_micro_batch()
+        weights.num_earlier += weights.has_loss
+        weights.has_loss, weights.awaits_count = False, True
 
     @property
     def is_open(self) -> bool:
@@ -243,7 +244,9 @@ class OptimizerSteps:
             self.are_skipped = False
         elif not self.counts:
             self.are_skipped = True
-        weights.end_optimizer_step()
+        # The next loss may be for another optimizer, and sets the count again. With earlier
+        # micro-batches, the losses of all optimizers share the count of the first.
+        weights.awaits_count = weights.awaits_count or not weights.num_earlier
         self.came_late = self._update.state is UpdateState.CLOSED
         if not self.came_late:
             self.counts[id(optimizer)] += 1
@@ -326,16 +329,6 @@ class LossWeights:
         that the next optimizer step is skipped."""
         self.awaits_count = True  # the next loss sets the count of the micro-batch
         self._count, self._items, self._items_so_far = LossCount(), 0.0, 0.0  # up to the newest
-
-    def begin_micro_batch(self) -> None:
-        """Begin a micro-batch, whose first loss sets its count."""
-        self.num_earlier += self.has_loss
-        self.has_loss, self.awaits_count = False, True
-
-    def end_optimizer_step(self) -> None:
-        """Let the next loss, which may be for another optimizer, set the count again."""
-        # With earlier micro-batches, the losses of all optimizers share the count of the first.
-        self.awaits_count = self.awaits_count or not self.num_earlier
 
     def begin_generation(self) -> None:
         """Forget the expected total, because new workers must use the same number."""

@@ -5,8 +5,7 @@ the workers exchange the updated elements. With copies, a worker also updates sh
 workers, so that the state of these shards survives a worker loss. Copies need no extra messages.
 
 An update goes into a separate buffer. Parameters change when all shards have arrived, so that a
-step that loses a worker is repeated from the same parameters. A worker that has updated a shard
-does not repeat that update.
+step that loses a worker is repeated from the same parameters.
 """
 
 from __future__ import annotations

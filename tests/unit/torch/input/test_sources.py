@@ -355,7 +355,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
     for weights in (None, (3.0, 1.0), None, (3.0, 1.0)):
         for rank, source in enumerate(ranks):
             source.change_partition(shares=weights)
-            batches = source.unread_batches(0, 0)
+            batches = source.unread = source.batches(0, 0)
             source.change_partition(shares=weights)  # no change
             assert source.unread is not None
             assert [len(batch) for batch in batches] == sizes[weights][rank]
