@@ -81,7 +81,9 @@ class StateAccess(ABC):
 class StatePlacement:
     """Knows which worker has which part of the models and of the states of optimizers.
 
-    In this class, every worker has all of both. Subclasses shard them over the workers.
+    In this class, every worker has all of both. Subclasses shard them over the workers. For a file,
+    `OperatorRunner` calls `saved_shards` on each worker, and the driver `merge_shards`. A file has
+    no shards: each worker gets all of it, and `load_shards` keeps the worker's shard.
     """
 
     held_state = HeldState()
