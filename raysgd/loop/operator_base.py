@@ -153,7 +153,8 @@ class OperatorBase:
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, iterator=val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
-                meters.update(metrics, weight_of(self.validate_batch, metrics))
+                weight = as_metrics(self.validate_batch, metrics).get(NUM_SAMPLES, 1)
+                meters.update(metrics, weight)
         if is_training:
             train_state.resume_modes()
         elif before is not None:  # user code may call `train_epoch`, and that may call this method
@@ -200,7 +201,7 @@ class OperatorBase:
         # With fixed parts, a worker's samples in a step depend on the number of workers.
         samples = micro_batch.num_samples if update.has_fixed_parts else None
         default = micro_batch.fraction if samples is None else samples
-        weight = weight_of(self.train_batch, metrics, default)
+        weight = as_metrics(self.train_batch, metrics).get(NUM_SAMPLES, default)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
         update.hold_metrics([MicroBatchMetrics(metrics, weight, micro_batch.ends_step)])
@@ -262,11 +263,6 @@ def bind_epoch(
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         named = {name: value for name, value in named.items() if name in parameters}
     return functools.partial(operator.train_epoch, iterator, *positional, **named)
-
-
-def weight_of(method: Callable[..., Any], metrics: Any, default: float = 1) -> Any:
-    """Check the metrics of a batch. Return their weight: ``num_samples``, or else `default`."""
-    return as_metrics(method, metrics).get(NUM_SAMPLES, default)
 
 
 def as_metrics(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
