@@ -42,7 +42,6 @@ class Schedules(UpdateFeature):
             has_metric = takes != "epoch" or required_arguments(scheduler.step)
             scheduler.step(*[metric] if has_metric else [])
 
-    @torch.no_grad()
     def begin_micro_batch(self, update: Update) -> None:
         """Begin each micro-batch of a step with the same rates, which `train_batch` may change."""
         registered = self._registered
@@ -56,8 +55,10 @@ class Schedules(UpdateFeature):
         else:
             self._restore(self._of_step)
             for group, rates in zip(groups, self._rates, strict=True):
-                for name, (rate, old) in rates.items():  # user code may hold a rate in a tensor
-                    group[name] = rate.copy_(old) if torch.is_tensor(rate) else copy_leaf(old)
+                for name, (rate, old) in rates.items():
+                    if torch.is_tensor(rate):  # user code may hold it
+                        rate.data.copy_(old)
+                    group[name] = rate if torch.is_tensor(rate) else copy_leaf(old)
 
     def commit(self, update: Update) -> None:
         self._of_update = []
