@@ -128,6 +128,9 @@ def test_errors_of_gloo_reach_the_caller(group):
     future = dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND, async_op=True).get_future()
     with pytest.raises(RuntimeError, match=r"BAND"):
         future.wait()
+    with pytest.raises(RuntimeError, match="dense"):
+        dist.broadcast(torch.ones(2).to_sparse(), 0)  # refused before it starts
+    assert group.collective() is None
 
 
 @pytest.mark.parametrize(
@@ -312,6 +315,8 @@ for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
 group.allreduce([number]).wait()  # without options
 assert number.item() == 4
 dist.all_reduce(number.to(torch.uint8))
+options, eighth = dist.AllreduceOptions(), large[: len(large) // 8]
+assert [gloo._combination(size, [eighth], options) for size in (3, 4)] == [torch.add, None]
 average = torch.tensor([rank + 1.0])
 dist.all_reduce(average, op=dist.ReduceOp.AVG)
 assert average.item() == 1.5

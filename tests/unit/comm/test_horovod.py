@@ -28,16 +28,13 @@ def environment(monkeypatch):
 
 
 ALONE = {"RANK": "0", "SIZE": "1"}
-
-
-def slots(size):
-    return [{"rank": rank, "size": size} for rank in range(size)]
+SLOTS = [{"rank": rank, "size": 2} for rank in range(2)]
 
 
 @pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.9", "a")])
 def test_a_worker_has_its_rank_and_the_interface_of_its_node(environment, host, address):
     context = WorkerContext(world_rank=1, world_size=2, node_ip="a")
-    place = horovod_environment(context, HorovodRendezvous(host, 777, slots(2)), 1800)
+    place = horovod_environment(context, HorovodRendezvous(host, 777, SLOTS), 1800)
     assert (place["HOROVOD_RANK"], place["HOROVOD_SIZE"]) == ("1", "2")
     assert place["HOROVOD_GLOO_IFACE"] == f"interface of {address}"
     assert place["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "777"
@@ -74,7 +71,7 @@ def without_framework(monkeypatch):
 
 def test_the_environment_of_a_group_is_set_and_removed(environment, without_framework):
     backend = without_framework
-    rendezvous = HorovodRendezvous("10.0.0.9", 777, slots(2))
+    rendezvous = HorovodRendezvous("10.0.0.9", 777, SLOTS)
     backend.setup(WorkerContext(world_rank=1, world_size=2, node_ip="a"), rendezvous)
     assert os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.9"
     assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]) == ("1", "2")

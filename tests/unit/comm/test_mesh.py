@@ -14,17 +14,13 @@ from hypothesis import strategies as st
 from raysgd.comm.gloo import _COMBINATIONS
 from raysgd.comm.mesh import PeerMesh
 
-PATIENCE_S = 30
-
-
-def make_mesh(rank, timeout_s=PATIENCE_S):
-    return PeerMesh(rank, "127.0.0.1", "key", timeout_s)
+HOST, PATIENCE_S = "127.0.0.1", 30
 
 
 @contextlib.contextmanager
 def meshes(size):
     """Yield one connected mesh per rank, all in this process."""
-    made = [make_mesh(rank) for rank in range(size)]
+    made = [PeerMesh(rank, HOST, "key", PATIENCE_S) for rank in range(size)]
     try:
         on_all(made, lambda mesh: mesh.connect([each.address for each in made]))
         yield made
@@ -108,12 +104,17 @@ def test_messages_may_be_longer_than_the_buffers_of_the_system(pair):
     assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
-def test_different_reductions_are_an_error_on_all_ranks():
+@pytest.mark.parametrize(
+    ("size", "device", "said"),
+    [(4, "cpu", "gloo/ .*(12|16) bytes.*(12|16) bytes"), (3, "meta", "rank 1 broke|meta")],
+)
+def test_different_or_failed_reductions_are_an_error_on_all_ranks(size, device, said):
     with meshes(2) as made:
 
         def reduce(mesh):
-            with pytest.raises(RuntimeError, match=r"gloo/ .*(12|16) bytes.*(12|16) bytes"):
-                begin(mesh, torch.ones(3 + made.index(mesh))).result()
+            tensors = [torch.ones(3), torch.ones(size, device=device)]
+            with pytest.raises((RuntimeError, TypeError), match=said):
+                begin(mesh, tensors[made.index(mesh)]).result()
 
         on_all(made, reduce)
 
@@ -140,11 +141,11 @@ def test_waits_time_out_and_accept_huge_timeouts(pair):
 
 
 def test_connecting_times_out():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        mesh = make_mesh(0, 0.1)
+    with socket.create_server((HOST, 0)) as silent:
+        mesh = PeerMesh(0, HOST, "key", 0.1)
         with pytest.raises(RuntimeError, match=r"gloo/ .*timed out, waiting for ranks \[1\]"):
             mesh.connect([mesh.address, silent.getsockname()])
-        other = make_mesh(1, 0.1)
+        other = PeerMesh(1, HOST, "key", 0.1)
         with pytest.raises(RuntimeError, match=r"gloo/ Workers cannot connect.*timed out"):
             other.connect([silent.getsockname(), other.address])
         other.close()
@@ -155,10 +156,10 @@ def test_connecting_times_out():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_connecting_can_be_interrupted(rank, ahead):
     """Rank 0 waits for a connection, and rank 1 waits for an answer."""
-    mesh = make_mesh(rank)
+    mesh = PeerMesh(rank, HOST, "key", PATIENCE_S)
     if ahead:
         mesh.interrupt()
-    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as thread:
+    with socket.create_server((HOST, 0)) as silent, ThreadPoolExecutor(1) as thread:
         connecting = thread.submit(mesh.connect, [silent.getsockname()] * 2)
         time.sleep(0.05)  # the wait may or may not have begun
         mesh.interrupt()

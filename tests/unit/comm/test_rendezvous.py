@@ -45,14 +45,13 @@ def waiting_for(client, keys):
 
 
 keys = st.sampled_from(["a", "b", "ключ\n"])
-values = st.binary(max_size=20)
 
 
 @examples(60)
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("set"), keys, values),
+            st.tuples(st.just("set"), keys, st.binary(max_size=20)),
             st.tuples(st.just("check"), st.lists(keys)),
         )
     )

@@ -20,11 +20,9 @@ THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in THREADS:
+    for name in (*THREADS, "TF_CONFIG", "TF_USE_LEGACY_KERAS", "KERAS_BACKEND"):
         monkeypatch.setenv(name, "1")  # restores it
         del os.environ[name]
-    for name in ("TF_CONFIG", "TF_USE_LEGACY_KERAS", "KERAS_BACKEND"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if k != "tensorflow"})
     return monkeypatch
 

@@ -77,7 +77,7 @@ def test_links_are_the_newest_rates_to_other_hosts(backend, monkeypatch):
     now, own, other, meshed = [100.0], ("10.0.0.1", 5), ("10.0.0.2", 5), ("10.0.0.1", 8)
     connections = [(own, ("10.0.0.2", 9)), (("10.0.0.1", 6), other), (meshed, ("10.0.0.0", 1))]
     ignored = [(own, None), (own, ("10.0.0.1", 7)), (("10.0.0.1", 9), ("10.0.0.4", 1))]
-    sent = [(2**16, 0.5), (2**17, 1.0), (2**16, 0.25), *[(2**20, 1.0)] * 3]
+    sent = [(2**17, 0.5), (2**17, 1.5), (2**16, 0.25), *[(2**20, 1.0)] * 3]
     expected = {"10.0.0.2": 2.0**17, "10.0.0.0": 2.0**18}
     monkeypatch.setattr(torch_backend, "driver_address", lambda addresses: "127.0.0.2")
     backend.setup(WorkerContext(distributed=True, node_ip=LOOPBACK), backend.prepare([LOOPBACK]))
