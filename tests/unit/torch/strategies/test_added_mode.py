@@ -31,9 +31,11 @@ class LocalModels(StatePlacement, UpdateFeature):
             self.before_export()
 
     def before_export(self):
-        num_workers = self._registered.settings.context.world_size
-        for parameter in (p for model in self._registered.models for p in model.parameters()):
-            torch.distributed.all_reduce(parameter.detach().div_(num_workers))
+        parameters = [p.data for model in self._registered.models for p in model.parameters()]
+        averages = [p / self._registered.settings.context.world_size for p in parameters]
+        for average in averages:  # the parameters stay if a worker is lost here
+            torch.distributed.all_reduce(average)
+        torch._foreach_copy_(parameters, averages)
 
 
 def make(seed):
