@@ -227,14 +227,14 @@ class Worker:
         if (runner := self.runner) is None:
             return Progress()
         progress, backend = runner.progress(acknowledged_step), self._backend
-        measured, process = progress.measured, progress.process
+        measured, status = progress.measured, progress.process
         if self._terminated_at is not None:
-            process = process._replace(terminated_s=time.monotonic() - self._terminated_at)
+            status = status._replace(terminated_s=time.monotonic() - self._terminated_at)
         if backend is not None:
-            process = process._replace(collective=backend.collective())
+            status = status._replace(collective=backend.collective())
             if measured.timing is not None:
                 measured = measured._replace(links=backend.links())
-        return progress._replace(measured=measured, process=process)
+        return progress._replace(measured=measured, process=status)
 
     def _record_sigterm(self) -> None:
         self._terminated_at = self._terminated_at or time.monotonic()

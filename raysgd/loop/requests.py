@@ -19,7 +19,7 @@ class _EpochRequest(Request):
     profile: bool = False
 
 
-PAUSED: Final = "paused"
+PAUSED_FOR_CALLBACKS: Final = "paused"
 """Answer to a `TrainRequest` whose training has paused at `callback_pause_step`."""
 
 
@@ -27,8 +27,8 @@ PAUSED: Final = "paused"
 class TrainRequest(_EpochRequest):
     """Train up to an absolute goal, so that a repeated request trains only the missing steps.
 
-    The answer is the metrics, or PAUSED. A repeated request then continues, and its metrics cover
-    the whole call.
+    The answer is the metrics, or PAUSED_FOR_CALLBACKS. A repeated request then continues, and its
+    metrics cover the whole call.
     """
 
     until_epoch: int | None = None  # completed epochs to reach; training ends at the first goal

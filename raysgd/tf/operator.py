@@ -243,8 +243,8 @@ class TrainingOperator(OperatorBase):
             The result of `loss_of`.
         """
         train_state = self._train_state
-        optimizer = self._find_only("optimizer") if optimizer is None else optimizer
-        models = as_list(self._find_only("model") if model is None else model)
+        optimizer = self._only_registered("optimizer") if optimizer is None else optimizer
+        models = as_list(self._only_registered("model") if model is None else model)
         variables = [variable for each in models for variable in each.trainable_variables]
         with train_state.timing.within(BACKWARD):
             result, gradients = train_state.graphs.gradients(loss_of, tensors, optimizer, variables)
@@ -258,7 +258,7 @@ class TrainingOperator(OperatorBase):
 
     # ---- helpers
 
-    def _find_only(self, what: str) -> Any:
+    def _only_registered(self, what: str) -> Any:
         registered = self._train_state.models if what == "model" else self._train_state.optimizers
         if len(registered) != 1:
             raise RuntimeError(
@@ -290,13 +290,13 @@ class TrainingOperator(OperatorBase):
 
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
         """Return the loss, the output, and the masks of the output, which graphs drop."""
-        output = self._find_only("model")(features, training=training)
+        output = self._only_registered("model")(features, training=training)
         loss = self._train_state.losses.total(features, target, output, weights, training)
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
         return loss, output, masks
 
     def _predict(self, features: Any) -> Any:
-        return self._find_only("model")(features, training=False)
+        return self._only_registered("model")(features, training=False)
 
 
 _STEPS = {

@@ -160,8 +160,8 @@ class TrainingOperator(OperatorBase):
             ``num_samples`` of an own step, all batches have the same weight.
         """
         self._check_single()
-        model = self._default("model", "train_batch")
-        optimizer = self._default("optimizer", "train_batch")
+        model = self._find_only("model", "train_batch")
+        optimizer = self._find_only("optimizer", "train_batch")
         batch = self.to_device(batch)
         self._train_state.timing.begin(FORWARD)
         read = parse_batch(batch, model)
@@ -257,7 +257,7 @@ class TrainingOperator(OperatorBase):
             output is (batch, classes, ...) and the target holds class indices of shape (batch, ...)
             or (batch, 1, ...).
         """
-        model, batch = self._default("model", "validate_batch"), self.to_device(batch)
+        model, batch = self._find_only("model", "validate_batch"), self.to_device(batch)
         read = parse_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
             output = model(*read.arguments, **read.keywords)
@@ -279,7 +279,7 @@ class TrainingOperator(OperatorBase):
         The default returns the output of the model, or its ``logits``. An override returns a
         tensor, array, or list with one row per sample, or a dict or tuple of such objects.
         """
-        model, batch = self._default("model", "predict_batch"), self.to_device(batch)
+        model, batch = self._find_only("model", "predict_batch"), self.to_device(batch)
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         is_feature = isinstance(batch, tuple | list) and len(batch) == 1

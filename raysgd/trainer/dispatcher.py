@@ -19,7 +19,7 @@ from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import PackedValue
 from raysgd.elastic.call import Call, LogPointCollector, WorkerPoint
 from raysgd.elastic.controller import Controller
-from raysgd.loop.requests import PAUSED, LeavingRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import PAUSED_FOR_CALLBACKS, LeavingRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Dispatcher:
                 started = time.perf_counter()
                 results = [outcome.unpack() for outcome in controller.run(call)]
                 seconds, ended = seconds + time.perf_counter() - started, time.time()
-                is_paused = results[0] == PAUSED
+                is_paused = results[0] == PAUSED_FOR_CALLBACKS
                 self.callback_list.pause(trainer)
         finally:
             call.on_progress = call.log_points.on_log = None  # they keep the trainer alive

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from raysgd.loop.feature import UpdateFeature
-from raysgd.loop.requests import PAUSED, TrainRequest
+from raysgd.loop.requests import PAUSED_FOR_CALLBACKS, TrainRequest
 from raysgd.loop.update import Update
 from tests.unit.recorder import Recorder, Streaming, failure
 
@@ -216,7 +216,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
     loop = trainer._controller.members[0].worker.runner._loop
     assert loop.leaving_metrics(0) is None
     request = TrainRequest(call_number=0, until_step=6, log_every=4)
-    assert loop.train(dataclasses.replace(request, callback_pause_step=5)) == PAUSED
+    assert loop.train(dataclasses.replace(request, callback_pause_step=5)) == PAUSED_FOR_CALLBACKS
     assert (loop.leaving_metrics(1), len(loop.call_record.release_points(-1))) == (None, 1)
     # all workers have these, so a leaving worker omits them
     loop.call_record.call.merged_metrics = [(5, loop.call_record.own_metrics[0][1])]
