@@ -106,8 +106,9 @@ def find_unpicklable(value: Any) -> tuple[str, Any]:
     """
     path, empty = "", types.CellType()  # of a variable without a value
     for _ in range(10):  # a dict may contain itself
-        if isinstance(value, Mapping):
-            shown, parts = "[{!r}]", value
+        items = dict(enumerate(value)) if type(value) in (list, tuple) else value
+        if isinstance(items, Mapping):
+            shown, parts = "[{!r}]", items
         elif isinstance(value, types.FunctionType) and empty not in (value.__closure__ or ()):
             shown, parts = " (uses {})", operator.or_(*inspect.getclosurevars(value)[:2])
         else:

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.nn.utils import parametrize
 
 from raysgd._internal.nested import named_values, try_copy
+from raysgd.cluster.serialization import find_unpicklable
 from raysgd.loop.differences import cpu_model
 
 ELEMENTWISE = (
@@ -55,9 +56,10 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
+        path, _ = find_unpicklable(model)  # for example, to a hook that refers to the operator
         raise TypeError(
-            f"The model, a {type(model).__name__}, cannot be copied: {error!r}. Use its weights: "
-            'trainer.state_dict()["models"].'
+            f"The model, a {type(model).__name__}, cannot be copied: {error!r} in model{path}. Use "
+            'its weights: trainer.state_dict()["models"].'
         ) from error
     for module in copied.modules():
         if parametrize.is_parametrized(module):

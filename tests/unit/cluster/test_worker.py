@@ -148,9 +148,6 @@ def test_a_value_comes_back(worker, value):
     assert got() == 3 if callable(value) else got == value
 
 
-BELOW = r"a lock at \['a'\]\['b'\]"
-
-
 def of_itself():
     value = {}
     value |= {"me": value, "lock": threading.Lock()}
@@ -160,7 +157,7 @@ def of_itself():
 def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
     for value, shown in (
         (threading.Lock, "a lock"),
-        (lambda: {"a": {"b": threading.Lock()}}, BELOW),
+        (lambda: {"a": [{"b": threading.Lock()}]}, r"a lock at \['a'\]\[0\]\['b'\]"),
         (of_itself, "a dict at .*"),
     ):
         outcome = call(worker, value)

@@ -36,9 +36,7 @@ def test_copy_does_not_change_with_the_original():
 
 
 def test_copied_model_is_independent():
-    model = torch.nn.Sequential(
-        torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2)
-    )
+    model = torch.nn.Sequential(*network(2, 2), torch.nn.BatchNorm1d(2), *network(2, 2))
     model[0].bias.requires_grad_(False)
     model[2].weight = model[0].weight
     model(torch.ones(3, 2)).sum().backward()
@@ -60,6 +58,13 @@ def test_copied_model_with_parametrizations_can_be_pickled():
     twin = pickle.loads(cloudpickle.dumps(copy_to_cpu(model)))
     twin[0].parametrizations["weight"].original0.data *= 2
     assert torch.equal(twin[0].weight, 2 * model[0].weight)
+
+
+def test_error_names_the_hook_that_cannot_be_copied():
+    model = network(2, 2)
+    model[0].register_forward_hook(threading.Event().set)
+    with pytest.raises(TypeError, match=r"in model._modules\['0'\]._forward_hooks\[\d+\]\. Use"):
+        copy_to_cpu(model)
 
 
 # ---- whether a state fits
