@@ -218,8 +218,7 @@ def check(case, results):
     assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
     parameters, train_loss, val_loss = case.expected()
     found, *metrics = zip(*results, strict=True)
-    for each in found:
-        torch.testing.assert_close(each, parameters, atol=1e-10, rtol=0)
+    torch.testing.assert_close([*found], [parameters] * len(found), atol=1e-10, rtol=0)
     trained, validated = map(merge_workers, metrics)
     assert trained["num_samples"] == validated["num_samples"] == len(case.targets)
     assert trained["train_loss"] == pytest.approx(train_loss, abs=1e-10, nan_ok=True)
