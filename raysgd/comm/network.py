@@ -77,8 +77,10 @@ class Endpoint:
     remote: tuple[str, int] | None
 
     def shut_down(self) -> None:
-        with contextlib.suppress(OSError), _borrowing(self.descriptor) as sock:
-            shut_down(sock)
+        with contextlib.suppress(OSError), _borrowing(self.descriptor) as sock, sock.dup() as held:
+            # Another thread may have closed the socket, and another socket has its number.
+            if (held.getsockname()[:2], held.getpeername()[:2]) == (self.local, self.remote):
+                shut_down(held)
 
     def count_sent(self) -> tuple[int, float]:
         """Return the bytes that have arrived at the other end, and the seconds of sending them.
