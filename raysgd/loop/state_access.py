@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.progress import HeldState
 from raysgd.cluster.large_values import IncomingValue
+from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 
 if TYPE_CHECKING:
@@ -76,6 +77,27 @@ class StateAccess(ABC):
         With `for_workers`, leave out only what ``setup`` of all workers has made alike.
         """
         return state
+
+
+def check_objects(
+    name: str, objects: Sequence[Any], saved: Any, problem_of: Callable[[Any, Any], str]
+) -> None:
+    """Raise CheckpointError if saved states of models, optimizers, or schedulers do not fit.
+
+    `problem_of` returns why an object cannot load a state, or an empty string.
+    """
+    if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
+        raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
+    if len(saved) != len(objects):
+        raise CheckpointError(
+            f"The state has {len(saved)} {name}, but the operator registered {len(objects)}."
+        )
+    for index, (owner, state) in enumerate(zip(objects, saved, strict=True)):
+        if problem := problem_of(owner, state):
+            raise CheckpointError(
+                f"The state's {name}[{index}] does not fit the registered {type(owner).__name__}: "
+                f"{problem}."
+            )
 
 
 class StatePlacement:

@@ -7,7 +7,7 @@ optimizers, as schedulers and the loss scaler do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from raysgd.checkpoint.file import REQUIRED_KEYS
@@ -80,24 +80,3 @@ def check_state(state: Mapping[str, Any]) -> None:
     for key, check in {**checks, **dict.fromkeys(DRIVER_KEYS, _check_dict)}.items():
         if key in state:
             check(key, state[key])
-
-
-def check_objects(
-    name: str, objects: Sequence[Any], saved: Any, problem_of: Callable[[Any, Any], str]
-) -> None:
-    """Raise CheckpointError if saved states of models, optimizers, or schedulers do not fit.
-
-    `problem_of` returns why an object cannot load a state, or an empty string.
-    """
-    if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
-        raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
-    if len(saved) != len(objects):
-        raise CheckpointError(
-            f"The state has {len(saved)} {name}, but the operator registered {len(objects)}."
-        )
-    for index, (owner, state) in enumerate(zip(objects, saved, strict=True)):
-        if problem := problem_of(owner, state):
-            raise CheckpointError(
-                f"The state's {name}[{index}] does not fit the registered {type(owner).__name__}: "
-                f"{problem}."
-            )

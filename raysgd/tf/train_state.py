@@ -17,8 +17,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import try_copy
 from raysgd.loop.feature import MicroBatching
-from raysgd.loop.state_access import StateAccess
-from raysgd.loop.state_keys import check_objects
+from raysgd.loop.state_access import StateAccess, check_objects
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags

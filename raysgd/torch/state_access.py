@@ -13,8 +13,7 @@ import torch
 from raysgd._internal.nested import load_or_restore
 from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
-from raysgd.loop.state_access import StateAccess
-from raysgd.loop.state_keys import check_objects
+from raysgd.loop.state_access import StateAccess, check_objects
 from raysgd.torch.digests import state_digest
 from raysgd.torch.features.frozen_parameters import FROZEN_KEY, without_frozen
 from raysgd.torch.object_states import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
-from raysgd.loop.state_keys import check_objects
+from raysgd.loop.state_access import check_objects
 from raysgd.torch.object_states import state_problem
 from raysgd.torch.tensors import copy_leaf, copy_to_cpu
 from tests.unit.recorder import Recorder
