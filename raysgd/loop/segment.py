@@ -33,6 +33,10 @@ class Segment:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source if memory ran out.
 
+    The way of a batch: `BatchSource.batches` of the loader, `_prefetch`, `_draw_batch` with the
+    plan, `MicroBatching.split_batch`, `TrainState.begin_micro_batch`, and ``train_batch``, whose
+    part is in `Update`. After the next request: `commit_if_done`, and `TrainState.commit`.
+
     It continues with the unread batches of the source, if there are any. `agree_on_batch` returns 0
     if any rank has no batch, and may compare the samples of ranks. The functions `after_commit` run
     after each commit, unless the loop has raised.
