@@ -448,7 +448,7 @@ class TrainingOperator(OperatorBase):
 
         Between the micro-batches of one batch, this does nothing.
         """
-        self._update_features.schedules.step()
+        self._update_features.schedules.step(self._train_state.update)
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""

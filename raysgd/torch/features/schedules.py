@@ -24,10 +24,10 @@ class Schedules(UpdateFeature):
         self._of_step: list[Any] = []
         self._rates: list[dict[str, Any]] = []
 
-    def step(self) -> None:
+    def step(self, update: Update) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
-        update, frequency = self._registered.update, self._registered.scheduler_step_freq
-        is_skipped = update.optimizer_steps.are_skipped and frequency == "batch"
+        per_batch = self._registered.scheduler_step_freq == "batch"
+        is_skipped = update.optimizer_steps.are_skipped and per_batch
         if is_skipped or not update.micro_batch.ends_step:
             return
         if update.in_last_micro_batch:
