@@ -75,8 +75,10 @@ class FitLoop:
     """Number of epochs that need no validation anymore."""
     _due_step: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
-    _results: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
-    """Metrics of the newest training, and of its validation, unless that had a result."""
+    _trained: tuple[dict[str, Any], LastCall] | None = None
+    """Metrics of the newest training, until a validation has completed its result."""
+    _validated: tuple[dict[str, Any], LastCall] | None = None
+    """Metrics of the validation of that training."""
 
     def run(
         self,
@@ -165,7 +167,7 @@ class FitLoop:
         self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
-        self._results = [(metrics, result.last_call)]
+        self._trained, self._validated = (metrics, result.last_call), None
         hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
         try:
             self.dispatcher.report(hook, trainer, metrics, result.last_call)
@@ -195,14 +197,14 @@ class FitLoop:
             self.has_validated = True
             self._due_step, self._num_validated = None, self.num_completed_epochs
             if result.last_call.is_complete:  # otherwise the user looks at some batches
-                self._results[1:] = [(result.merged, result.last_call)] if self._results else []
+                self._validated = (result.merged, result.last_call) if self._trained else None
             try:
                 self.dispatcher.report(
                     "on_validation_end", trainer, result.merged, result.last_call
                 )
             finally:  # also after Ctrl-C in a callback
                 self.validation_names.update(result.merged)
-                if len(self._results) > 1:
+                if self._validated is not None:
                     self._report_result(trainer)
         return result
 
@@ -210,18 +212,16 @@ class FitLoop:
         """Pass the result of an epoch to the callbacks, unless a callback made the call."""
         if self.dispatcher.callback_list.running_hooks:
             return
-        merged: dict[str, Any] = {}
-        seconds = 0.0
-        for metrics, call in self._results:
-            merged |= metrics
-            seconds += call.seconds
-        if call.kind == "validate":
-            self._results = []
-        else:
+        assert self._trained is not None
+        merged, call = self._trained
+        if self._validated is None:
             names = self.validation_names - {NUM_SAMPLES, BATCH_COUNT}
             merged = {name: value for name, value in merged.items() if name not in names}
-        whole = call._replace(seconds=seconds)
-        self.dispatcher.callback_list.call_hook("on_result", trainer, whole, merged)
+        else:
+            merged, seconds = {**merged, **self._validated[0]}, call.seconds
+            call = self._validated[1]._replace(seconds=seconds + self._validated[1].seconds)
+            self._trained = self._validated = None
+        self.dispatcher.callback_list.call_hook("on_result", trainer, call, merged)
 
     # ---- missing validations
 
@@ -247,7 +247,8 @@ class FitLoop:
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
         self._due_step = None if due is None else self.dispatcher.position.global_step
-        self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
+        self._trained = None if due is None else (due, LastCall("train", time.time(), 0.0))
+        self._validated = None
 
     # ---- checks
 
