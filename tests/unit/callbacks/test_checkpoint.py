@@ -326,9 +326,7 @@ def test_the_end_of_the_trainer_saves_new_steps_but_no_loaded_state(make_trainer
 @pytest.mark.parametrize(
     ("blocking", "num_epochs"), [(True, 3), (False, 3), pytest.param(False, 1, id="the last write")]
 )
-def test_failing_save_raises_and_training_can_continue(
-    make_trainer, tmp_path, blocking, num_epochs
-):
+def test_failed_save_raises_and_training_can_continue(make_trainer, tmp_path, blocking, num_epochs):
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
     trainer = make_trainer(callbacks=[CheckpointCallback(folder, blocking=blocking, resume=False)])

@@ -500,9 +500,7 @@ def test_only_schedulers_that_take_a_metric_get_it():
 
 @KINDS
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_after_an_error_training_goes_on_with_the_batch_that_failed(
-    start, operator_cls, config, error
-):
+def test_after_an_error_training_goes_on_at_the_failed_batch(start, operator_cls, config, error):
     expected, its_operator = start(operator_cls, {**config, "batch_norm": True})
     expected.train()
     trainer, operator = start(operator_cls, {**config, "batch_norm": True})

@@ -150,9 +150,7 @@ def test_callbacks_may_add_a_monitored_metric(make_trainer):
 
 
 @pytest.mark.parametrize("kind", [CheckpointCallback, EarlyStopping])
-def test_a_monitored_metric_that_only_training_may_have_is_a_warning(
-    make_trainer, tmp_path, caplog, kind
-):
+def test_monitored_metric_of_training_alone_is_a_warning(make_trainer, tmp_path, caplog, kind):
     with pytest.raises(CallbackError, match=kind.__name__) as caught:
         make_trainer(logdir=tmp_path).fit(1, callbacks=[kind(monitor="accuracy")])
     assert "val_accuracy" in str(caught.value.__cause__)
@@ -392,9 +390,7 @@ def told(spy):
     return [hook for hook in spy.hooks if hook in ("on_epoch_end", "on_validation_end")]
 
 
-def test_a_missing_validation_runs_first_also_after_a_resume(
-    broken_off, make_trainer, tmp_path, caplog
-):
+def test_missing_validation_runs_first_also_on_resume(broken_off, make_trainer, tmp_path, caplog):
     trainer, spy = broken_off
     path = trainer.save(tmp_path / "state.pt")
     assert [entry["epoch"] for entry in trainer.fit(3)] == [3]
