@@ -94,8 +94,8 @@ def pack_as(what: str, value: Any) -> PackedValue:
     except Exception as error:
         name = getattr(value, "unpicklable_argument", lambda: what + find_unpicklable(value)[0])
         raise TypeError(
-            f"Cannot send {name()} to the workers, because it cannot be pickled: {error}. "
-            "Create such objects in setup(), which runs on the workers."
+            f"Cannot send {name()} to the workers, because it cannot be pickled: "
+            f"{str(error).rstrip('.')}. Create such objects in setup(), which runs on the workers."
         ) from None
 
 
@@ -105,7 +105,9 @@ def find_unpicklable(value: Any) -> tuple[str, Any]:
     It leads through items, attributes, base classes, and the variables that functions use.
     """
     path, empty = "", types.CellType()  # of a variable without a value
-    for _ in range(10):  # a dict may contain itself
+    seen = []  # a dict may contain itself, and super() uses the class of its function
+    for _ in range(10):
+        seen.append(value)
         items = dict(enumerate(value)) if type(value) in (list, tuple) else value
         if isinstance(items, Mapping):
             shown, parts = "[{!r}]", items
@@ -114,6 +116,7 @@ def find_unpicklable(value: Any) -> tuple[str, Any]:
         else:
             bases = {each.__name__: each for each in getattr(value, "__bases__", ())}
             shown, parts = ".{}", bases | dict(getattr(value, "__dict__", {}))
+        parts = {key: each for key, each in parts.items() if not any(each is s for s in seen)}
         if (key := unpicklable_key(parts)) is None:
             break
         path, value = path + shown.format(key), parts[key]

@@ -98,7 +98,14 @@ OLDEST = {
     "data_loader_args": "DataLoader",
 }
 LOCK = threading.Lock()
-WITH_LOCK = type("Op", (Classifier,), {"lock": LOCK})
+
+
+def locked_operator():
+    class Locked(Classifier):
+        def setup(self, config):
+            super().setup({"lock": LOCK})
+
+    return Locked
 
 
 def of(operator_cls):
@@ -133,7 +140,7 @@ WRONG_ARGUMENTS = [
     ({**HALF, "amp_dtype": "float16"}, ValueError, "amp_dtype='float16'"),
     ({**TWO, "amp_dtype": torch.float16}, ValueError, "amp_dtype", "pass use_fp16=True"),
     ({**TWO, "config": {"a": {"lock": LOCK}}}, TypeError, "config['a']['lock']", "setup()"),
-    ({**TWO, **of(WITH_LOCK)}, TypeError, "training_operator_cls.lock to"),
+    ({**TWO, **of(locked_operator())}, TypeError, "training_operator_cls.setup (uses LOCK) to"),
     *(
         ({**TWO, "initialization_hook": hook}, TypeError, "initialization_hook", *words)
         for hook, *words in (
