@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import json
 import logging
 import os
-import pkgutil
 import re
 import sys
 import traceback
@@ -29,17 +30,22 @@ _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 def load_operator(target: str) -> type[Any]:
     """Import a class from ``package.module:Class`` or ``path/to/file.py:Class``."""
     module, _, name = target.rpartition(":")
+    malformed = ValueError(f"{target!r}: must be package.module:Operator or file.py:Operator.")
+    if not module or not name:
+        raise malformed
     folder = Path.cwd()
     if module.endswith(".py"):
         file = Path(module).absolute()
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist.")
         folder, module = file.parent, file.stem
     # Workers on this machine must find the module too.
     folders = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     sys.path.insert(0, str(folder))
-    operator_cls = pkgutil.resolve_name(f"{module}:{name}")
-    if not name or not isinstance(operator_cls, type):
-        raise ValueError(f"{target!r}: must be package.module:Operator or file.py:Operator.")
+    operator_cls: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    if not isinstance(operator_cls, type):
+        raise malformed
     return operator_cls
 
 

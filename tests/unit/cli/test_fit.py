@@ -69,7 +69,10 @@ def test_repeated_command_resumes(folder, place):
     assert [json.loads(line)["kind"] for line in lines].count("train") == 3
     complete = fit(*arguments, 3)
     assert (complete.exit_code, complete.stdout) == (0, "")
-    other = fit(*arguments, 1, "--logdir", folder / "other", "checkpoint.every=2")
+    (folder / "a-copy.py").write_text(OPERATOR)
+    other = fit(
+        "a-copy.py:Recorder", *arguments[1:], 1, "--logdir", folder / "other", "checkpoint.every=2"
+    )
     assert (folder / "other" / "checkpoints" / "0001-epoch-00001-step-00000002.ckpt").exists()
     assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
 
@@ -100,6 +103,8 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
         (["nowhere:Operator", "fit.max_steps=1"], "No module named 'nowhere'"),
         (["script_of_a_test:Recordr", "fit.max_steps=1"], "has no attribute 'Recordr'"),
         (["script_of_a_test:points", "fit.max_steps=1"], "must be package.module:Operator"),
+        (["script_of_a_test.py", "fit.max_steps=1"], "must be package.module:Operator"),
+        (["src/train.py:Operator", "fit.max_steps=1"], "src/train.py does not exist"),
         (["script_of_a_test:Recorder", "trainer.num_workers=two", "fit.max_steps=1"], "be an int"),
         ([*TRAINS, "fit.num_epochs=ten"], "fit(num_epochs='ten'): must be an int."),
         ([*TRAINS, "fit.max_steps=1", "checkpoint.every=0"], 'must be "epoch" or a number'),
@@ -111,10 +116,7 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
         ([*TRAINS, "fit.max_steps=1", "trainer.callbacks=a"], "multiple values for keyword"),
         ([*TRAINS, "fit.max_epochs=2"], "argument 'max_epochs'. Did you mean 'num_epochs'?"),
         (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is not valid YAML"),
-        (
-            ["script_of_a_test:Recorder", "config.a=1", "config.a.b=2"],
-            "config.a is already",
-        ),
+        ([*TRAINS, "config.a=1", "config.a.b=2"], "config.a is already"),
         (["script_of_a_test:Recorder"], "needs --num-epochs"),
     ],
 )
