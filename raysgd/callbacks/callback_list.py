@@ -291,8 +291,9 @@ def _state_of(entry: _AttachedCallback) -> dict[str, Any]:
 
 def _failure(entry: _AttachedCallback, hook: str, error: Exception) -> CallbackError:
     name = type(entry.callback).__name__
+    text = str(error) if getattr(error, "filename", None) else repr(error)  # with the path
     # Hide passwords, because a service may repeat its URL.
-    failure = CallbackError(f"The callback {name} failed in {hook}: {without_secrets(repr(error))}")
+    failure = CallbackError(f"The callback {name} failed in {hook}: {without_secrets(text)}")
     failure.__cause__ = error
     return failure
 

@@ -296,10 +296,10 @@ def test_ctrl_c_in_on_train_end_does_not_skip_the_other_callbacks(make_trainer):
 def test_passwords_in_errors_of_services_are_hidden(make_trainer, caplog):
     class Failing(Callback):
         def on_epoch_end(self, trainer, metrics):
-            raise OSError("403: https://me:secret@host/x?sig=secret")
+            raise OSError(5, "403", "https://me:secret@host/x?sig=secret")
 
     trainer = make_trainer(callbacks=[Failing()])
-    with pytest.raises(CallbackError, match=r"403: https://me:\*\*\*@host/x\?\*\*\*") as caught:
+    with pytest.raises(CallbackError, match=r"403: 'https://me:\*\*\*@host/x\?\*\*\*'") as caught:
         trainer.train()
     assert "403" in caplog.text
     assert "secret" not in str(caught.value) + caplog.text
