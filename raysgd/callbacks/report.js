@@ -1,9 +1,11 @@
 "use strict";
-// Draws the charts of a report as SVG. The data of each <figure> is in its attribute data-chart.
+// Draws the charts of a report as SVG. The data of each <figure> is in its attribute data-chart, and
+// what all charts share in data-run of <body>.
 
 const COLORS = ["#2563eb", "#dc6803", "#0891b2", "#9333ea", "#a16207", "#db2777", "#65a30d", "#64748b"];
 const MARKS = { lost: "#b42318", joined: "#16803c", restarted: "#7c2d12", interrupted: "#101828" };
-const HEIGHT = 240, LEFT = 64, RIGHT = 16, TOP = 8, BOTTOM = 26;
+const RUN = JSON.parse(document.body.dataset.run);
+const HEIGHT = 240, LEFT = 64, RIGHT = 28, TOP = 8, BOTTOM = 26;
 
 function add(parent, name, attributes, text = "") {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -41,7 +43,7 @@ function draw(figure, chart) {
   let [low, high] = range(chart).map(scale); // within 1e-7, they differ only by rounding
   const room = high - low > 1e-7 * Math.abs(high) ? 0.06 * (high - low) : 0.2 * Math.abs(high) || 1;
   [low, high] = [chart.starts_at_0 ? 0 : low - room, high + room];
-  const [first, last] = chart.steps;
+  const [first, last] = RUN.steps;
   const x = (step) => LEFT + ((step - first) / (last - first || 1)) * (width - LEFT - RIGHT);
   const y = (value) => TOP + ((high - scale(value)) / (high - low)) * (bottom - TOP);
   svg.replaceChildren();
@@ -54,7 +56,7 @@ function draw(figure, chart) {
     add(svg, "text", { x: x(step), y: HEIGHT - 8, "text-anchor": "middle" }, step);
   }
   add(svg, "text", { x: 0, y: HEIGHT - 8 }, "step");
-  const stops = chart.marks.filter(([, kind]) => kind === "interrupted").map(([step]) => step);
+  const stops = RUN.marks.filter(([, kind]) => kind === "interrupted").map(([step]) => step);
   chart.lines.forEach(([name, points], index) => {
     const color = COLORS[index % COLORS.length];
     let path = "", before = Infinity;
@@ -74,7 +76,7 @@ function draw(figure, chart) {
     }
     if (path) add(svg, "path", { class: "line", stroke: color, d: path });
   });
-  for (const [step, kind, text] of chart.marks) {
+  for (const [step, kind, text] of RUN.marks) {
     const attributes = { class: "mark", stroke: MARKS[kind], d: `M${x(step)},${TOP}V${bottom}` };
     add(add(svg, "path", attributes), "title", {}, text);
   }
@@ -90,7 +92,7 @@ function legend(figure, names, colors) {
 
 for (const figure of document.querySelectorAll("figure")) {
   const chart = JSON.parse(figure.dataset.chart), kinds = Object.keys(MARKS);
-  const marked = kinds.filter((kind) => chart.marks.some((mark) => mark[1] === kind));
+  const marked = kinds.filter((kind) => RUN.marks.some((mark) => mark[1] === kind));
   legend(figure, chart.lines.map(([name]) => name), COLORS);
   legend(figure, marked, marked.map((kind) => MARKS[kind]));
   if (range(chart)[0] > 0 && !chart.starts_at_0) {

@@ -35,6 +35,7 @@ body { margin: 2rem auto; padding: 0 1rem; max-width: 72rem; font-family: system
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; vertical-align: top; }
 th { font-weight: 500; color: #5b6472; } td { border-top: 1px solid #e3e6eb; min-width: 4rem; }
+h1, h2, figcaption { overflow-wrap: anywhere; }
 figure { margin: 0; } svg { width: 100%; height: auto; font-size: 12px; }
 .grid { stroke: #e3e6eb; } .mark { stroke-dasharray: 4 3; stroke-width: 2; }
 .line { fill: none; stroke-width: 2; }
@@ -189,11 +190,13 @@ def _sizes(log: RunLog) -> list[tuple[int, int]]:
 def _page(name: str, log: RunLog) -> str:
     run: Record = log.runs[-1] if log.runs else {}
     title = html.escape(f"{run['operator']}: {name}" if "operator" in run else name)
+    axis = {"steps": log.steps(), "marks": log.marks()}  # of all charts
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width">'
         # Add an empty icon, because the browser would request one.
-        f'<link rel="icon" href="data:,"><style>{_STYLE}</style><h1>{title}</h1>'
+        f'<link rel="icon" href="data:,"><style>{_STYLE}</style>'
+        f'<body data-run="{_as_attribute(axis)}"><h1>{title}</h1>'
         f"{_table(_figures(log, run))}{''.join(_sections(log, run))}"
         f"<script>{_SCRIPT}</script></html>"
     )
@@ -221,10 +224,12 @@ def _figures(log: RunLog, run: Record) -> Iterator[tuple[str, Any, str]]:
         ("validate", "val_loss", min),
         ("validate", "val_accuracy", max),
     ):
-        points = [(value, call["epoch"]) for value, call in _values(log.calls_of(kind), name)]
+        calls = [call for call in log.calls_of(kind) if name in call["metrics"]]
+        points = [(value, call["epoch"]) for value, call in _values(calls, name)]
         if points:
             best, epoch = best_of(points)
-            yield f"last {name}", points[-1][0], f"best {_format(best)}, in epoch {epoch}"
+            last = calls[-1]["metrics"][name]  # also if it is NaN
+            yield f"last {name}", last, f"best {_format(best)}, in epoch {epoch}"
 
 
 def _sections(log: RunLog, run: Record) -> Iterator[str]:
@@ -235,11 +240,11 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
         if call["seconds"] > 0
     ]
     if speeds:
-        yield _chart(log, "Samples per second", {"samples/s": _extremes(speeds)})
+        yield _chart("Samples per second", {"samples/s": _extremes(speeds)})
     if phases := _phases(log):
-        yield _chart(log, "Milliseconds per step", phases, starts_at_0=True)
+        yield _chart("Milliseconds per step", phases, starts_at_0=True)
     if log.events:
-        yield _chart(log, "Workers", {"workers": _sizes(log)}, starts_at_0=True, is_whole=True)
+        yield _chart("Workers", {"workers": _sizes(log)}, starts_at_0=True, is_whole=True)
         fields = ("kind", "ranks", "step", "seconds", "cause")
         rows = [
             (f"{event['time'] - log.began:.2f}", *(event[name] for name in fields))
@@ -302,12 +307,13 @@ def _metric_charts(log: RunLog) -> Iterator[str]:
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
             if name.startswith("last_") or name in _COUNTS:
                 continue
-            if points := [(call["global_step"], v) for v, call in _values(calls, name)]:
+            points = [(c["global_step"], float(f"{v:.6g}")) for v, c in _values(calls, name)]
+            if points:
                 shown = f"{name}, by step" if kind == "step" else name
                 charts.setdefault(_group_of(name), {})[shown] = _extremes(points)
     for title, lines in charts.items():
         if lines:
-            yield _chart(log, title, lines)
+            yield _chart(title, lines)
 
 
 def _group_of(name: str) -> str:
@@ -319,17 +325,15 @@ def _group_of(name: str) -> str:
     return re.sub(r"([-_]\d+)+$", "", whole) or name
 
 
-def _chart(log: RunLog, title: str, lines: dict[str, list[Any]], **options: bool) -> str:
-    """Return a figure that report.js draws. All charts have the same steps."""
-    chart = {
-        "lines": list(lines.items()),
-        "steps": log.steps(),
-        "marks": log.marks(),
-        **options,
-    }
-    data = html.escape(json.dumps(chart))
+def _chart(title: str, lines: dict[str, list[Any]], **options: bool) -> str:
+    """Return a figure that report.js draws."""
+    data = _as_attribute({"lines": list(lines.items()), **options})
     figure = f'<figure data-chart="{data}"><figcaption></figcaption><svg></svg></figure>'
     return f"<h2>{html.escape(title)}</h2>{figure}"
+
+
+def _as_attribute(value: Any) -> str:
+    return html.escape(json.dumps(value))
 
 
 def _values(calls: Iterable[Record], name: str) -> Iterator[tuple[float, Record]]:

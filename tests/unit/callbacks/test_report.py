@@ -117,7 +117,7 @@ def test_report_has_config_versions_and_best_values(tmp_path):
         "versions": {"raysgd": "1", "torch": "2.9"},
         "config": {"lr": 0.125},
     }
-    losses = (0.5, 0.1234567, 0.25)
+    losses = (0.5, 0.1234567, "nan")
     validations = [
         call(110 + n, 1, 10 * n, kind="validate", epoch=n + 1, val_loss=loss)
         for n, loss in enumerate(losses)
@@ -129,7 +129,7 @@ def test_report_has_config_versions_and_best_values(tmp_path):
     assert "raysgd 1, torch 2.9" in text
     assert "<td>workers</td><td>2</td><td>at the start, with CPU</td>" in text
     assert "<td>lr</td><td>0.125</td>" in text
-    assert "<td>last val_loss</td><td>0.25</td><td>best 0.1235, in epoch 2</td>" in text
+    assert "<td>last val_loss</td><td>nan</td><td>best 0.1235, in epoch 2</td>" in text
     assert figure(text, "last train_loss") == "1.25"
 
 
@@ -232,11 +232,11 @@ def test_charts_share_steps_and_marks_and_have_gaps(tmp_path):
     later = [call(220, 5, 15, loss=0.2)]
     events = [event("started", 100), event("lost", 115, 7, num_workers=1, cause="killed")]
     write(tmp_path, [run(100), *calls, run(203, 10), *later], [*events, event("started", 202)])
-    drawn = charts(make_report(tmp_path).read_text())
+    text = make_report(tmp_path).read_text()
+    drawn, (axis,) = charts(text), re.findall('data-run="(.*?)"', text)
     assert list(drawn) == ["Loss", "Samples per second", "Workers"]
-    for chart in drawn.values():
-        assert chart["steps"] == [0, 15]
-        assert chart["marks"] == [[7, "lost", "lost: killed"], [10, "interrupted", "82 s"]]
+    marks = [[7, "lost", "lost: killed"], [10, "interrupted", "82 s"]]
+    assert json.loads(html.unescape(axis)) == {"steps": [0, 15], "marks": marks}
     assert drawn["Loss"]["lines"] == [["loss", [[5, 1.0], [10, 0.5], [15, 0.2]]]]
     workers = [[0, 2], [7, 1], [10, 2], [15, 2]]
     assert drawn["Workers"]["lines"] == [["workers", workers]]
