@@ -107,11 +107,13 @@ class ActorGroup:
                 in_driver=True,
             )
         else:
+            resources = dict(options.resources)
             actor_class = _actor_class().options(
                 scheduling_strategy=slot.scheduling_strategy,
                 num_cpus=options.num_cpus,
                 num_gpus=options.num_gpus,
-                resources=dict(options.resources) or None,
+                memory=resources.pop("memory", None),
+                resources=resources or None,
             )
             actor = actor_class.remote(catches_sigterm=True, hides_gpus=not options.num_gpus)
             worker = ActorHandle(actor, self._monitor)

@@ -52,6 +52,7 @@ def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster, m
         training_operator_cls=Classifier,
         num_workers=2,
         num_cpus_per_worker=2,
+        resources_per_worker={"memory": 2**20},
         config={"reference": reference},
     ) as trainer:
         assert ray_cluster.available_resources().get("CPU", 0) == 0
