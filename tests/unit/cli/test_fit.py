@@ -70,9 +70,8 @@ def test_repeated_command_resumes(folder, place):
     complete = fit(*arguments, 3)
     assert (complete.exit_code, complete.stdout) == (0, "")
     (folder / "a-copy.py").write_text(OPERATOR)
-    other = fit(
-        "a-copy.py:Recorder", *arguments[1:], 1, "--logdir", folder / "other", "checkpoint.every=2"
-    )
+    arguments[0] = "a-copy.py:Recorder"
+    other = fit(*arguments, 1, "--logdir", folder / "other", "checkpoint.every=2")
     assert (folder / "other" / "checkpoints" / "0001-epoch-00001-step-00000002.ckpt").exists()
     assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
 
