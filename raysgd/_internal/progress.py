@@ -63,7 +63,7 @@ class SnapshotStatus(NamedTuple):
 
 
 class UpdateStatus(NamedTuple):
-    """How a worker updates its models. `raysgd.trainer` reads it."""
+    """How a worker updates its models. `raysgd.driver` reads it."""
 
     num_splits: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied

@@ -15,6 +15,9 @@ from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
+from raysgd.driver.base import OperatorTrainer
+from raysgd.driver.properties import argument
+from raysgd.driver.state import StateTransfer
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.creators import Creators, creator_class
@@ -24,9 +27,6 @@ from raysgd.tf import optimizer_options
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
-from raysgd.trainer.base import OperatorTrainer
-from raysgd.trainer.properties import argument
-from raysgd.trainer.state import StateTransfer
 
 _KEYS = {
     "fit_config": ("epochs", "steps_per_epoch", "class_weight", "verbose"),
@@ -35,7 +35,7 @@ _KEYS = {
 
 
 class KerasStateTransfer(StateTransfer):
-    """See :class:`raysgd.trainer.state.StateTransfer`."""
+    """See :class:`raysgd.driver.state.StateTransfer`."""
 
     def weights(self) -> Any:
         models = self._fetch(ApplyOperatorRequest(function=weights), "save_model")[0]

@@ -17,6 +17,9 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import lazy_names
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
+from raysgd.driver.base import OperatorTrainer, known_arguments
+from raysgd.driver.properties import argument
+from raysgd.driver.state import StateTransfer
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch import optimizer_options
@@ -24,9 +27,6 @@ from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import BadSteps, EqualBits, Guard, TorchOptions, without_old_arguments
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies.shards import merge_shards
-from raysgd.trainer.base import OperatorTrainer, known_arguments
-from raysgd.trainer.properties import argument
-from raysgd.trainer.state import StateTransfer
 
 __all__ = ["TorchTrainer"]
 

@@ -19,12 +19,12 @@ from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Outcome, WorkerInfo
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.data.partition import MicroBatch
+from raysgd.driver.dispatcher import Dispatcher
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
-from raysgd.trainer.dispatcher import Dispatcher
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
 

@@ -8,13 +8,13 @@ from typing import Any
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.forwarding import forward_to
 from raysgd.callbacks.base import LastCall
+from raysgd.driver.dispatcher import Dispatcher
+from raysgd.driver.fit import FitLoop
+from raysgd.driver.state import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
-from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.fit import FitLoop
-from raysgd.trainer.state import StateTransfer
 
 
 def argument(name: str) -> Any:

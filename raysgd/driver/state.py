@@ -22,6 +22,8 @@ from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
 from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.large_values import Inbox, StorageError
+from raysgd.driver.dispatcher import Dispatcher
+from raysgd.driver.fit import FitLoop
 from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.policies import may_have_only_copy
 from raysgd.elastic.snapshots import collect_shards
@@ -29,8 +31,6 @@ from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
 from raysgd.loop.state_keys import DRIVER_KEYS, check_state, entries_for_workers, without_call
-from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
 

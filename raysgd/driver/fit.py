@@ -15,12 +15,12 @@ from raysgd._internal.arguments import as_dict, as_int, set_fields
 from raysgd.callbacks.base import Callback, History, LastCall, Trainer
 from raysgd.callbacks.callback_list import as_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
+from raysgd.driver.dispatcher import CallResult, Dispatcher
 from raysgd.loop.operator_base import has_validation_loader
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader_error
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers
-from raysgd.trainer.dispatcher import CallResult, Dispatcher
 
 logger = logging.getLogger(__name__)
 

@@ -29,6 +29,10 @@ from raysgd.callbacks.callback_list import CallbackList, as_logdir, trainer_call
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import LocalHandle
 from raysgd.data import Dataset
+from raysgd.driver.dispatcher import Dispatcher
+from raysgd.driver.fit import FitLoop, FitOptions
+from raysgd.driver.properties import TrainerProperties
+from raysgd.driver.state import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.errors import CallbackError
 from raysgd.loop.options import Options
@@ -41,10 +45,6 @@ from raysgd.loop.requests import (
     ValidateRequest,
 )
 from raysgd.metrics import as_test_metrics, merge_workers, with_epoch
-from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.fit import FitLoop, FitOptions
-from raysgd.trainer.properties import TrainerProperties
-from raysgd.trainer.state import StateTransfer
 
 
 @fold_tracebacks
