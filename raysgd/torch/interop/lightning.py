@@ -154,6 +154,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
         Remove it afterwards, so that the module can be sent to the driver.
         """
         module, stand_in = self.module, self._stand_in
+        if "log" in vars(module):  # another method has given it
+            yield stand_in
+            return
         of_worker = {
             "training": False,
             "validating": False,
@@ -185,7 +188,8 @@ class LightningMethods(_Base):  # type: ignore[misc]
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        module, begins = self.module, self._train_state.position.offset == 0
+        module = self.module
+        begins = not self._has_started or self._train_state.position.offset == 0
         with self._attach_trainer(training=True) as stand_in:
             if not self._train_state.keeps_modes:
                 self.train_mode(True)  # before the hooks, which may change modes
@@ -202,9 +206,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
         return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        module, index = self.module, batch_info["batch_idx"]
+        module, index, update = self.module, batch_info["batch_idx"], self._train_state.update
         batch = self._move_to_device(batch)
-        if module.on_train_batch_start(batch, index) == -1:
+        if update.begins_step and module.on_train_batch_start(batch, index) == -1:
             raise RuntimeError(
                 f"{type(module).__name__}.on_train_batch_start returned -1, but raysgd cannot skip "
                 "the rest of an epoch. Return None."
@@ -226,7 +230,8 @@ class LightningMethods(_Base):  # type: ignore[misc]
             module.on_before_optimizer_step(self.optimizer)
         if self.optimizer_step(self.optimizer):
             module.on_before_zero_grad(self.optimizer)
-        module.on_train_batch_end(outputs, batch, index)
+        if update.micro_batch.ends_step:
+            module.on_train_batch_end(outputs, batch, index)
         logged = self._stand_in.pop_logged()
         return {"train_loss": self._mean_of(loss, count), **logged, NUM_SAMPLES: num_samples}
 
@@ -302,11 +307,13 @@ class LightningMethods(_Base):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        self.module.on_save_checkpoint(state)
+        with self._attach_trainer():
+            self.module.on_save_checkpoint(state)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.module.on_load_checkpoint(state)
+        with self._attach_trainer():
+            self.module.on_load_checkpoint(state)
 
 
 def lightning_operator(

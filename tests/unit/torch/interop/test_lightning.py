@@ -81,10 +81,10 @@ class Line(lightning.LightningModule):
         return loader(16)
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["num_calls"] = len(self.calls)
+        checkpoint["num_calls"] = len(self.calls) * self.trainer.is_global_zero
 
     def on_load_checkpoint(self, checkpoint):
-        self.loaded = checkpoint["num_calls"]
+        self.loaded = checkpoint["num_calls"] * self.trainer.is_global_zero
 
 
 def start(module_cls=Line, config=None, frequency="epoch", **data):
@@ -114,10 +114,9 @@ def test_module_trains_like_a_plain_loop(tmp_path):
     torch.testing.assert_close([*model.parameters()], [*expected.parameters()], rtol=0, atol=0)
     assert [s["num_samples"] for s in stats] == [40, 40]
     assert [s["where"] for s in stats] == [0, 1]
-    assert stats[0]["is_first"] == 1
     assert "hidden" not in stats[0]
     assert [s["last_step"] for s in stats] == [4, 9]
-    assert stats[0]["epoch_end"] == 1.5
+    assert (stats[0]["is_first"], stats[0]["epoch_end"]) == (1, 1.5)
     assert stats[1]["train_loss"] < stats[0]["train_loss"]
 
     found = trainer.validate()
@@ -362,20 +361,21 @@ def test_hooks_are_called_in_the_order_of_lightning():
         "on_train_batch_end",
     ]
     assert calls == ["on_train_start", "on_train_epoch_start", *batch]
+    state = trainer.state_dict()
     calls.clear()
     trainer.train()
     assert calls == [*batch, "on_train_epoch_end"]
     calls.clear()
     trainer.validate()
-    assert calls == [
-        "on_validation_start",
-        "on_validation_epoch_start",
-        *transfer,
-        "on_validation_batch_start",
-        "on_validation_batch_end",
-        "on_validation_epoch_end",
-        "on_validation_end",
-    ]
+    names = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+    validation = [f"on_validation_{name}" for name in names]
+    assert calls == [*validation[:2], *transfer, *validation[2:]]
+    # a replacement joins within an epoch
+    replacement = start(train_dataloader=loader(20))
+    replacement.load_state_dict(state)
+    replacement.train()
+    calls = replacement.get_local_operator().module.calls[3:]
+    assert calls == ["on_train_start", "on_train_epoch_start", *batch, "on_train_epoch_end"]
 
 
 class Probing(Line):
@@ -390,6 +390,7 @@ class Probing(Line):
         return super().validation_step(batch, batch_idx)
 
     def on_validation_epoch_end(self):
+        self.trainer._operator.state_dict()  # as for a snapshot
         known = [hasattr(self.trainer, name) for name in ("global_step", "callback_metrics")]
         assert [*known, getattr(self.trainer, "max_epochs", 7)] == [True, False, 7]
         assert self.optimizers(use_pl_optimizer=False) is self.optimizers()
@@ -435,8 +436,7 @@ def test_fit_validates_and_resumes_a_module(tmp_path):
 
 
 def test_schedulers_step_at_the_interval_that_the_module_states():
-    config = {"lr": 0.1, "scheduler": {"interval": "step"}}
-    trainer = local(TrainingOperator.from_ptl(Line), config)
+    trainer = start(config={"scheduler": {"interval": "step"}}, frequency=None)
     assert trainer.apply_all_operators(lambda each: each.scheduler_step_freq) == ["batch"]
     assert trainer.scheduler_step_freq is None  # that of the trainer
 
@@ -458,9 +458,9 @@ def test_hooks_of_the_update_run_once_for_a_batch_in_parts():
         found.append(workers.members[0].operator)
     whole, in_parts = (operator.module for operator in found)
     torch.testing.assert_close(flat(in_parts), flat(whole))
-    assert in_parts.calls.count("on_train_batch_start") == 20
-    for hook in ("on_before_optimizer_step", "on_before_zero_grad"):
-        assert in_parts.calls.count(hook) == 10
+    assert in_parts.calls.count("on_before_backward") == 20
+    batch = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+    assert [in_parts.calls.count(hook) for hook in (*batch, "on_before_zero_grad")] == [10] * 4
 
 
 def test_workers_average_gradients(process_group):
