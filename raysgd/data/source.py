@@ -100,6 +100,7 @@ class BatchSource:
         self._iteration: Any = None  # the newest over the loader, until `end_processes`
         self._stopped_at: tuple[int, int] | None = None  # epoch and offset, if it can continue
         self.unread: Iterator[Any] | None = None  # the rest of an epoch, for the next segment
+        self._saved: Mapping[str, Any] = {}  # the newest `resume_info` that was loaded
 
     def __len__(self) -> int:
         """Return this worker's batches per epoch."""
@@ -205,6 +206,7 @@ class BatchSource:
 
     def load_resume_info(self, info: Mapping[str, Any]) -> None:
         """Continue from the `resume_info` of this or another worker."""
+        self._saved = info
 
     def step_digest(self) -> int | None:
         """Return a digest of the samples up to the newest step, for comparison with other workers.

@@ -11,7 +11,7 @@ import collections
 import hashlib
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -59,9 +59,7 @@ class KerasSources(DataSources):
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
             splits = settings.options.splits_batches
-            source = DatasetSource(loader, training=training, splits=splits, **partition_arguments)
-            source.is_compared = settings.options.num_workers > 1
-            return source
+            return DatasetSource(loader, training=training, splits=splits, **partition_arguments)
         why = "it is neither arrays nor a tf.data.Dataset"
         return BatchSource(
             loader, user_selects=not settings.options.add_dist_sampler, why_not_partitioned=why
@@ -155,7 +153,6 @@ class DatasetSource(PartitionedSource):
     """
 
     knows_sizes = False
-    is_compared = False  # with the data of other workers
     # The partition counts batches, not samples.
     global_batch_size = None
     epoch_samples = 0
@@ -236,7 +233,7 @@ class DatasetSource(PartitionedSource):
     def _iterate(self, order: int, epoch: int) -> _Iteration:
         while self._num_begun < order:
             self._num_begun += 1
-            self._iteration = _Iteration(self.loader, epoch, self.is_compared)
+            self._iteration = _Iteration(self.loader, epoch)
         iteration: _Iteration = self._iteration
         return iteration
 
@@ -249,6 +246,14 @@ class DatasetSource(PartitionedSource):
         while stop is None or offset < stop:
             drawn = iteration.read(offset, size if stop is None else min(size, stop - offset))
             self.update_digest = iteration.digest
+            mark, saved = iteration.mark_at(offset), self._saved.get("mark", [])
+            if saved[:2] == mark[:2] and saved[2:] not in ([], mark[2:]):
+                raise RuntimeError(
+                    f"Training cannot continue in epoch {mark[0]} after {offset} batches, because "
+                    "the data set now gives other samples. Use the same data and batch size, call "
+                    "keras.utils.set_random_seed in setup if it shuffles, and load the state in a "
+                    "new trainer. Otherwise, load a checkpoint of the end of an epoch."
+                )
             if not drawn:
                 return
             offset += len(drawn)
@@ -296,7 +301,13 @@ class DatasetSource(PartitionedSource):
 
     def step_digest(self) -> int | None:
         # In training, each update compares `update_digest`.
-        return self.update_digest if self.is_compared and not self._training else None
+        return None if self._training else self.update_digest
+
+    def resume_info(self, epoch: int, offset: int) -> Mapping[str, Any]:
+        iteration, info = self._iteration, super().resume_info(epoch, offset)
+        if not offset or iteration is None or not iteration.can_continue(epoch, offset):
+            return info
+        return {**info, "mark": iteration.mark_at(offset)}
 
     def batch_spec(self) -> Any:
         return self.loader.element_spec
@@ -311,13 +322,14 @@ class DatasetSource(PartitionedSource):
 class _Iteration:
     """An iteration over a data set that can repeat the last batches."""
 
-    def __init__(self, loader: Any, epoch: int, is_compared: bool) -> None:
+    def __init__(self, loader: Any, epoch: int) -> None:
         self._epoch: int | None = epoch
-        self._batches, self._is_compared = iter(loader), is_compared
+        self._batches = iter(loader)
         # The batches that can be repeated, with digests of the samples up to them.
         self._repeatable = collections.deque[tuple[Any, int]]()
         self._first_offset = 0  # offset of the first such batch
         self._read_digest = self.digest = 0  # of all samples, and of those up to the newest step
+        self._first_digest = 0  # of the samples before the first offset
         self._targets: set[Any] = set()  # their values so far, until they differ
         self._num_targets = 0
 
@@ -330,16 +342,20 @@ class _Iteration:
         repeatable = self._repeatable
         while True:
             while repeatable and self._first_offset < offset:
-                repeatable.popleft()
+                _, self._first_digest = repeatable.popleft()
                 self._first_offset += 1
             if len(repeatable) >= size or (batch := next(self._batches, None)) is None:
                 break
-            if self._is_compared:
-                self._add_to_digest(batch)
+            self._add_to_digest(batch)
             repeatable.append((batch, self._read_digest))
         self._epoch, drawn = epoch, list(itertools.islice(repeatable, size))
         self.digest = drawn[-1][1] if drawn else self._read_digest
         return [batch for batch, _ in drawn]
+
+    def mark_at(self, offset: int) -> list[Any]:
+        """Return the epoch, an offset, and the digest of the samples before it, if it is known."""
+        digests = [self._first_digest, *(digest for _, digest in self._repeatable)]
+        return [self._epoch, offset, *digests[offset - self._first_offset :][:1]]
 
     def _add_to_digest(self, batch: Any) -> None:
         """Add elements of a batch: of its targets, because features can be noisy.

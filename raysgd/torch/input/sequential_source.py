@@ -51,7 +51,6 @@ class SequentialSource(PartitionedSource):
         )
         if isinstance(getattr(loader, "dataset", loader), GroupedStream):
             self.reading_advice = "use the Stream without group and skip_broken"
-        self._saved: Mapping[str, Any] = {}
         self.end_processes()
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
@@ -132,9 +131,6 @@ class SequentialSource(PartitionedSource):
     def check_resume_info(self, info: Mapping[str, Any]) -> None:
         check_files(self._dataset, info)
         super().check_resume_info(info)
-
-    def load_resume_info(self, info: Mapping[str, Any]) -> None:
-        self._saved = info
 
     def step_digest(self) -> int | None:
         start, size = self._span

@@ -7,6 +7,9 @@ from raysgd.loop.operator_base import has_validation_loader
 from raysgd.tf.optimizer_options import initial_options, rescale_options
 from tests.tf_operators import Digits, digits, make_model
 
+pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+
 
 def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     from raysgd.tf.train_state import KerasStateAccess
@@ -22,8 +25,6 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
 
 
 def test_a_trial_trains_with_its_config_and_goes_on_from_anothers_checkpoint(monkeypatch, tmp_path):
-    pytest.importorskip("tensorflow")
-    keras = pytest.importorskip("keras")
     monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
     trainable = TFTrainer.as_trainable(
         training_operator_cls=Digits, config={"optimizer": "SGD"}, use_local=True, use_gpu=False
@@ -46,11 +47,9 @@ def test_a_trial_trains_with_its_config_and_goes_on_from_anothers_checkpoint(mon
 
 
 def test_older_scripts_may_pass_the_trainable_class_to_tune(monkeypatch, tmp_path):
-    pytest.importorskip("tensorflow")
     from raysgd.tf.tf_trainer import TFTrainable
 
     monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
-    keras = pytest.importorskip("keras")
 
     def model_creator(config):
         model = make_model()

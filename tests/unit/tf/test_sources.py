@@ -36,7 +36,7 @@ def drawn(source, epoch=0, offset=0, num_steps=None):
 
 
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 9), st.booleans())
-def test_training_gives_every_worker_a_batch_at_every_step(workers, samples, size, splits):
+def test_every_worker_trains_in_each_step_and_validates_its_own(workers, samples, size, splits):
     found = [drawn(s) for s in sources(workers, samples, size, splits=splits)]
     assert len({len(batches) for batches in found}) == 1
     assert len(found[0]) == sources(workers, samples, size, splits=splits)[0].steps_left(0)
@@ -44,13 +44,8 @@ def test_training_gives_every_worker_a_batch_at_every_step(workers, samples, siz
     assert set(everything) == set(range(samples))
     # samples are repeated only in a step with fewer samples than workers
     assert len(everything) - samples < workers * (len(found[0]) if splits else 1)
-
-
-@given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 9), st.booleans())
-def test_validation_counts_no_sample_twice(workers, samples, size, splits):
     found = [drawn(s) for s in sources(workers, samples, size, training=False, splits=splits)]
-    everything = [x for batches in found for batch in batches for x in batch]
-    assert sorted(everything) == list(range(samples))
+    assert sorted(x for batches in found for batch in batches for x in batch) == [*range(samples)]
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -127,16 +122,14 @@ def trained(events, num_epochs=3):
                 size = {"replaced": 2, "smaller": 1, "larger": 3}[event]
                 group[0].repartition(size, 0, None)
                 group += sources(size, 24, 3, shuffle=True)[1:]
+                for each in group[1:]:
+                    each.load_resume_info(group[0].resume_info(epoch, offset))
             if event is not None or epoch != under_way:
                 break
     return seen
 
 
-@functools.cache
-def undisturbed():
-    return trained({})
-
-
+undisturbed = functools.cache(lambda: trained({}))
 EVENTS = ["raised", "ahead", "replaced", "smaller", "larger"]
 
 
@@ -146,6 +139,15 @@ def test_a_shuffled_epoch_keeps_its_order_after_losses_and_joins(events):
     assert [sorted(samples) for samples in expected] == [list(range(24))] * 3
     assert expected[0] != expected[1]
     assert trained(events) == expected
+
+
+def test_an_epoch_continues_with_the_same_samples_only():
+    saved, larger, shuffled = (sources(1, 24, *each)[0] for each in ((3,), (6,), (3, True, True)))
+    drawn(saved, num_steps=2)
+    for other in (larger, shuffled):
+        other.load_resume_info(saved.resume_info(0, 2))
+        with pytest.raises(RuntimeError, match="epoch 0 after 2 batches"):
+            drawn(other, offset=2)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -163,7 +165,7 @@ def test_features_are_compared_if_targets_are_placeholders(width, is_placeholder
     for features in (np.arange(160), np.arange(160)[::-1]):
         targets = np.outer(np.arange(160), np.ones(width)) > 99 + 100 * is_placeholder
         data = tf.data.Dataset.from_tensor_slices((features, targets)).batch(8)
-        iteration = _Iteration(data, 0, True)
+        iteration = _Iteration(data, 0)
         iteration.read(0, 20)
         digests.add(iteration.digest)
     assert len(digests) == 1 + is_placeholder
