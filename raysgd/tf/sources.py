@@ -305,7 +305,8 @@ class DatasetSource(PartitionedSource):
 
     def resume_info(self, epoch: int, offset: int) -> Mapping[str, Any]:
         iteration, info = self._iteration, super().resume_info(epoch, offset)
-        if not offset or iteration is None or not iteration.can_continue(epoch, offset):
+        is_known = offset and iteration is not None and iteration.can_continue(epoch, offset)
+        if not is_known or int(self.loader.cardinality()) == tf.data.INFINITE_CARDINALITY:
             return info
         return {**info, "mark": iteration.mark_at(offset)}
 

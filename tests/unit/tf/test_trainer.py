@@ -472,6 +472,7 @@ def test_endless_data_need_a_number_of_steps():
         with pytest.raises(ValueError, match=r"validation data set repeats.* validate\(num_steps="):
             trainer.validate()
         assert trainer.train(num_steps=2)["batch_count"] == 2
+        assert "mark" not in trainer.state_dict()["data"]["stream"]  # has no end to resume at
         assert trainer.validate(num_steps=2)["batch_count"] == 2
         trainer.fit(max_steps=5, validate_every=None, verbose=False)
         assert trainer.global_step == 5
