@@ -86,7 +86,7 @@ class Update:
     `LossWeights.add`         torch/optimization          they return, and factors weight them and
                                                           the loss. Workers average gradients in the
                                                           last micro-batch: here, or before `begin`
-    `OptimizerSteps.request`  torch/features/step_checks  ``requested`` has the optimizer. Before
+    `OptimizerSteps.request`  torch/optimization          ``requested`` has the optimizer. Before
                                                           the last micro-batch, the step ends here
     `mark_bad`                torch/features/bad_steps    no step is made, as without items on all
                                                           workers: ``divisor`` is 0
@@ -229,7 +229,7 @@ class OptimizerSteps:
     def request(self, optimizer: Any) -> bool:
         """Record the request of a step. Return False if it is the second in this micro-batch."""
         before, self.requested = self.requested, self.requested | {id(optimizer)}
-        return id(optimizer) not in before
+        return self.requested != before
 
     def begin(self, optimizer: Any, is_requested: bool = True) -> None:
         """Begin a step of an optimizer, which may change the state from now on."""

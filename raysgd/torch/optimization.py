@@ -79,7 +79,7 @@ class Optimization(UpdateFeature):
             self.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._step_pre_hook)
-            optimizer.register_step_post_hook(self._step_post_hook)
+            optimizer.register_step_post_hook(self._finish_step)
             for inner in inner_optimizers(optimizer):
                 if inner not in optimizers:
                     inner.register_step_pre_hook(self._inner_step_pre_hook)
@@ -135,13 +135,14 @@ class Optimization(UpdateFeature):
         update = self._update
         if update.is_warm_up:
             raise WarmedUp
-        self._checks.before_step(optimizer)
+        is_first = update.optimizer_steps.request(optimizer)
+        self._checks.before_step(optimizer, is_first)
         if not update.in_last_micro_batch:
             self._registered.exchange.take_gradients(optimizer)
             self._accumulated.set_aside(parameters_of(optimizer))
             return False
-        counts, self._in_optimizer_step = update.optimizer_steps.counts, True
-        before = counts.get(id(optimizer))
+        counts, key, self._in_optimizer_step = update.optimizer_steps.counts, id(optimizer), True
+        before = counts.get(key)
         try:
             self._registered.exchange.complete_gradients(optimizer)
             if update.loss_weights.divisor:
@@ -151,8 +152,8 @@ class Optimization(UpdateFeature):
                     self._registered.precision.step(optimizer)
         finally:
             self._in_optimizer_step = False
-        if counts.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
-            self._step_post_hook(optimizer)
+        if counts.get(key) == before:  # no items, an overflow, or a bad step
+            self._finish_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
         if update.loss_weights.num_earlier:
             for parameter in parameters_of(optimizer):
@@ -187,7 +188,7 @@ class Optimization(UpdateFeature):
 
         return args[:1], {**kwargs, "closure": averaging}
 
-    def _step_post_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _finish_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._registered.optimizers:
             self._has_stepped = True
             self._update.optimizer_steps.end(optimizer)

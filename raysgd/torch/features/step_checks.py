@@ -140,9 +140,9 @@ class StepChecks(UpdateFeature):
         is_final = update.in_last_micro_batch and not update.has_fixed_parts
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:
         losses = self._update.loss_weights
-        if not self._update.optimizer_steps.request(optimizer):
+        if not is_first:  # request of a step in the micro-batch
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
         if _needs_closure(type(optimizer).step):
             raise TypeError(

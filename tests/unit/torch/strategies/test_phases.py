@@ -21,7 +21,7 @@ REGISTER = ["mode_of", "_move_models", "prepare", "wrap", "features_of", "regist
 REGISTER += ["wrap_steps", "_move_criteria"]
 # The hooks of user code come first, because they may reject a step, and shards come last.
 STEP = ["complete_gradients", "before_of_user", "_step_pre_hook", "_begin_step"]
-STEP += ["after_of_user", "_end_step", "_step_post_hook"]
+STEP += ["after_of_user", "_end_step", "_finish_step"]
 MODES = {
     "one worker": ({}, {}),
     "own models": ({"wrap_ddp": False}, {}),
