@@ -121,7 +121,7 @@ class Segment:
             num_steps = train_state.accumulation_steps
             if self.total_steps is not None:
                 num_steps = min(num_steps, self.total_steps - self.num_steps)
-            self._update.reset(self.source.plan(self._position.offset, num_steps))
+            self._update.begin(self.source.plan(self._position.offset, num_steps))
         planned = self._update.plan.micro_batches
         if number < len(planned) and not self.source.is_partitioned:
             self._prefetch()  # the loader may end before its claimed length

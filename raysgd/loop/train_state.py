@@ -153,7 +153,7 @@ class TrainState(ABC):
                 feature.commit(update)
         finally:
             metrics = update.release_metrics()
-            update.reset()
+            update.close()
             self.add_metrics(metrics)
 
     def add_metrics(self, metrics: Sequence[MicroBatchMetrics]) -> None:
@@ -180,7 +180,7 @@ class TrainState(ABC):
     def roll_back(self) -> None:
         for feature in self.features:
             feature.roll_back(self.update)
-        self.update.reset()
+        self.update.close()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ A step is one batch of the loader on each worker; `global_step` counts steps. An
 step, or several with gradient accumulation. A step has several micro-batches if its batch is split,
 or with equal bits. The life of an update, with the hooks of features::
 
-    for batch in segment:                  # OPEN, with its first batch
+    for batch in segment:                  # update.begin(plan), then OPEN with its first batch
         feature.begin_update(update)
         feature.begin_micro_batch(update)
         operator.train_batch(batch)        # each backward() and optimizer_step(): see `Update`
@@ -13,13 +13,13 @@ or with equal bits. The life of an update, with the hooks of features::
             feature.before_commit(update)  # COMMITTING
             update.commit()                # COMMITTED: the steps count
             feature.commit(update)
-            update.reset()                 # CLOSED
+            update.close()                 # CLOSED
 
     if train_epoch raises:
         if update.should_commit(raised=True):
             ...                            # as above
         feature.roll_back(update)          # restores what changed since the last commit
-        update.reset()                     # CLOSED: the next attempt repeats its batches
+        update.close()                     # CLOSED: the next attempt repeats its batches
         raise
 """
 
@@ -61,9 +61,9 @@ class UpdateState(Enum):
     """The states of an update, and what follows each."""
 
     CLOSED = auto()  # OPEN, by `begin_micro_batch`
-    OPEN = auto()  # OPEN, COMMITTING by `begin_commit`, or CLOSED by `reset`
-    COMMITTING = auto()  # COMMITTED by `commit`, or CLOSED by `reset` after a roll-back
-    COMMITTED = auto()  # CLOSED, by `reset`
+    OPEN = auto()  # OPEN, COMMITTING by `begin_commit`, or CLOSED by `close`
+    COMMITTING = auto()  # COMMITTED by `commit`, or CLOSED by `close` after a roll-back
+    COMMITTED = auto()  # CLOSED, by `close`
 
 
 _NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
@@ -73,8 +73,8 @@ class Update:
     """The update in progress on this worker, up to its commit or roll-back.
 
     The loop begins each micro-batch, and passes the update to the hooks of all features. Without a
-    loop, each batch has its own, which never opens. Each worker has one object, and `reset`
-    prepares it for the next update.
+    loop, each batch has its own, which never opens. Each worker has one object for all updates,
+    from `begin` to `close`.
 
     What happens between a backward pass and the commit, and the file that calls each method, in
     PyTorch. With one micro-batch, `add` to `end` may repeat, for other losses and optimizers:
@@ -108,12 +108,18 @@ class Update:
         self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.loss_weights = LossWeights(self)
         self.optimizer_steps = OptimizerSteps(self)
-        self.reset()
+        self.close()
 
-    def reset(self, plan: UpdatePlan = _NO_PLAN) -> None:
-        """Forget the update, so that the next one can begin, with this plan."""
-        self.state = UpdateState.CLOSED
+    def begin(self, plan: UpdatePlan) -> None:
+        """Begin an update, which opens with its first micro-batch."""
         self.plan = plan
+        self.loss_weights.reset()  # user code may have used both after the last update
+        self.optimizer_steps.reset()
+
+    def close(self) -> None:
+        """Forget the update, after its commit or roll-back."""
+        self.state = UpdateState.CLOSED
+        self.plan = _NO_PLAN
         self.num_splits = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: BadStep | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
@@ -197,7 +203,7 @@ class Update:
         self.state = UpdateState.COMMITTING
 
     def commit(self) -> None:
-        """Make the steps of this update count. `reset` follows, after the hooks of features."""
+        """Make the steps of this update count. `close` follows, after the hooks of features."""
         self.state = UpdateState.COMMITTED
         for key, count in self.optimizer_steps.counts.items():
             if count > self.optimizer_steps.max_counts.get(key, count):

@@ -547,7 +547,7 @@ class SimMember(WorkerHandle):
             self.condition = "damaged"
         if counts:
             update.commit()
-        update.reset()
+        update.close()
         return counts
 
     def _commit(self):

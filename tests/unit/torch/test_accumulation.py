@@ -13,7 +13,7 @@ def test_the_usual_update_needs_no_correction_of_gradients():
     for samples, total in ((49, 49 * 2 * 3), (None, None)):
         update = Update()
         batches = [MicroBatch(samples, step_index=step) for step in range(2)]
-        update.reset(UpdatePlan(tuple(batches), total))
+        update.begin(UpdatePlan(tuple(batches), total))
         for micro_batch in batches:
             update.begin_micro_batch(micro_batch, is_last=micro_batch.step_index == 1)
             assert update.loss_weights.add(LossCount(), 3) == (1.0, 0.5)
@@ -22,7 +22,7 @@ def test_the_usual_update_needs_no_correction_of_gradients():
 def test_first_loss_of_a_generation_is_not_scaled_up():
     """With float16, it could overflow."""
     update = Update()
-    update.reset(UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(4))))
+    update.begin(UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(4))))
     update.begin_micro_batch(MicroBatch(), is_last=False)
     _, weight = update.loss_weights.add(LossCount(1000.0), 2, lambda count: 2 * count)
     assert weight == pytest.approx(1 / 4, rel=0.5)

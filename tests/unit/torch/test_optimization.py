@@ -349,7 +349,7 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     elastic = ElasticConfig(shares=shares)
     state.registered.options = dataclasses.replace(state.settings.options, elastic=elastic)
     update = state.update
-    update.reset(UpdatePlan((MicroBatch(num_samples=6),), total_samples=8))
+    update.begin(UpdatePlan((MicroBatch(num_samples=6),), total_samples=8))
     update.begin_micro_batch(MicroBatch(num_samples=6))
     operator.train_batch(BATCH, {})
     operator._update_features.checks.commit(update)

@@ -62,11 +62,11 @@ class Steps:
     def commit(self):
         self.step.commit()
         self.rollback.commit(self.step)
-        self.step.reset()
+        self.step.close()
 
     def discard(self):
         self.rollback.roll_back(self.step)
-        self.step.reset()
+        self.step.close()
 
 
 def test_parameters_frozen_as_the_step_begins_are_restored():
