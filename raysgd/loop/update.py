@@ -89,7 +89,7 @@ class Update:
     `OptimizerSteps.request`  torch/optimization          ``requested`` has the optimizer. Before
                                                           the last micro-batch, the step ends here
     `mark_bad`                torch/features/bad_steps    no step is made, as without items on all
-                                                          workers: ``divisor`` is 0
+                                                          workers: ``lack_items`` is set
     `OptimizerSteps.begin`    torch/optimization          ``running_optimizer`` is it, as in
                                                           ``optimizer.step()`` of user code
     `OptimizerSteps.end`      torch/optimization          ``counts`` has the step, even if skipped
@@ -130,14 +130,13 @@ class Update:
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
-        self.index, weights = self.index + 1, self.loss_weights
+        self.index += 1
         self.begins_step = not self.index or micro_batch.step_index > self.micro_batch.step_index
         self.state = UpdateState.OPEN
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.num_splits = max(self.num_splits, micro_batch.num_in_batch)
         self.optimizer_steps.requested = set()
-        weights.num_earlier += weights.has_loss
-        weights.has_loss, weights.awaits_count = False, True
+        self.loss_weights.begin_micro_batch()
 
     @property
     def is_open(self) -> bool:
@@ -246,13 +245,8 @@ class OptimizerSteps:
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
         weights, self.running_optimizer = self._update.loss_weights, None
-        if weights.divisor:
-            self.are_skipped = False
-        elif not self.counts:
-            self.are_skipped = True
-        # The next loss may be for another optimizer, and sets the count again. With earlier
-        # micro-batches, the losses of all optimizers share the count of the first.
-        weights.awaits_count = weights.awaits_count or not weights.num_earlier
+        self.are_skipped = weights.lack_items and (self.are_skipped or not self.counts)
+        weights.end_step()
         self.came_late = self._update.state is UpdateState.CLOSED
         if not self.came_late:
             self.counts[id(optimizer)] += 1
@@ -308,7 +302,7 @@ class LossWeights:
 
         a loss that is           items              planned total      total
         1 a mean, counted        its count          previous, rounded  sum over all workers
-        2 a mean over samples    samples            all samples        all samples
+        2 a mean over samples    samples            all samples        all samples (one worker: own)
         3 of unknown samples     part of a batch    steps * workers    steps * workers
         4 of repeated samples    0                  as above           as above
         5 a sum                  the weight is `num_workers`, or 0 for repeated samples
@@ -319,6 +313,9 @@ class LossWeights:
     total, so `StepChecks` rejects a loss after it. If PyTorch workers do not know the sizes of all
     batches, `LossCount.with_samples` makes cases 2 and 3 of the default ``train_batch`` case 1.
     With fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
+
+    Only methods write fields: `add` and `_set_divisor` those of the newest loss, and
+    `begin_micro_batch` makes it an earlier one. After `end_step`, a loss sets the count again.
     """
 
     def __init__(self, update: Update) -> None:
@@ -330,19 +327,27 @@ class LossWeights:
     def reset(self) -> None:
         self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
         self.num_earlier = 0  # earlier micro-batches of the update that have one
-        self.divisor = 1.0
-        """Total or planned total of the newest losses. 0: there are no items on any worker, so
-        that the next optimizer step is skipped."""
+        self.lack_items = False  # on all workers, so that the next optimizer step is skipped
         self.awaits_count = True  # the next loss sets the count of the micro-batch
         self._count, self._items, self._items_so_far = LossCount(), 0.0, 0.0  # up to the newest
+        self._divisor = 1.0  # total or planned total of the newest losses
 
     def begin_generation(self) -> None:
         """Forget the expected total, because new workers must use the same number."""
         self.expected_total = None
 
+    def begin_micro_batch(self) -> None:
+        self.num_earlier += self.has_loss
+        self.has_loss, self.awaits_count = False, True
+
+    def end_step(self) -> None:
+        # The next loss may be for another optimizer, and sets the count again. With earlier
+        # micro-batches, the losses of all optimizers share the count of the first.
+        self.awaits_count = self.awaits_count or not self.num_earlier
+
     def skip_step_without_items(self, num_items: float) -> None:
         """Skip the next step of an optimizer if the exchange has counted no items."""
-        self.divisor = (self.divisor or 1.0) if num_items else 0.0
+        self.lack_items = not num_items
 
     @property
     def uses_backward(self) -> bool:
@@ -366,7 +371,7 @@ class LossWeights:
             self.reset()
         self.has_loss = True
         if count.is_sum:
-            self.divisor = self.divisor or 1.0
+            self.lack_items = False
             return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(num_workers))
         earlier = 1.0
         # Whether workers communicate must not depend on the numbers.
@@ -378,7 +383,7 @@ class LossWeights:
                 f"num_samples={self._count.num_items} for another loss of the same batch. With "
                 "accumulation or equal bits, pass the same number."
             )
-        return Factors(earlier, self._items * num_workers / self.divisor if self._items else 0.0)
+        return Factors(earlier, self._items * num_workers / self._divisor if self._items else 0.0)
 
     def _set_divisor(self, count: LossCount, num_workers: int, all_reduce: AllReduce) -> float:
         """Set the items and the divisor of the loss, and return the factor of earlier gradients."""
@@ -401,7 +406,7 @@ class LossWeights:
         if update.in_last_micro_batch and not update.has_fixed_parts:
             total = self._total(num_workers, all_reduce)
         if total or self.awaits_count:  # an earlier loss of the batch may have had items
-            self.divisor = total
+            self._divisor, self.lack_items = total, not total
         self.awaits_count = False
         if not (self.num_earlier and total) or math.isclose(total, planned, rel_tol=1e-12):
             return 1.0

@@ -145,7 +145,7 @@ class Optimization(UpdateFeature):
         before = counts.get(key)
         try:
             self._registered.exchange.complete_gradients(optimizer)
-            if update.loss_weights.divisor:
+            if not update.loss_weights.lack_items:
                 for feature in self._registered.features_with["before_optimizer_step"]:
                     feature.before_optimizer_step(update, optimizer)
                 if update.bad_step is None:
@@ -172,7 +172,7 @@ class Optimization(UpdateFeature):
             self._checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.complete_gradients(optimizer)
-                if not update.loss_weights.divisor:
+                if update.loss_weights.lack_items:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
         update.optimizer_steps.begin(optimizer, is_requested=self._in_optimizer_step)
         if closure is None:
