@@ -251,6 +251,10 @@ class OptimizerSteps:
         if not self.came_late:
             self.counts[id(optimizer)] += 1
 
+    def forget_running(self) -> None:
+        """Forget the step of an optimizer that raised and has not changed the state."""
+        self.running_optimizer = None
+
     @property
     def need_copies(self) -> bool:
         """Whether a failure can come between optimizer steps, or between a step and the commit."""
