@@ -240,8 +240,8 @@ class TrainState(ABC):
         return 0
 
     def begin_generation(self, context: WorkerContext) -> None:
-        self.lacks_state = self.lacks_state or self.context.is_alone  # in the context that ends
-        self.settings.context = context
+        context_before, self.settings.context = self.context, context
+        self.lacks_state = self.lacks_state or context_before.is_alone
         self.update.loss_weights.begin_generation()
         self.data.repartition()
         for feature in self.features:
