@@ -30,7 +30,7 @@ def differing(contents: list[dict[Key, Any]]) -> dict[Key, list[Any]]:
     """Return the contents that differ, with their values by rank."""
     differences = {}
     for key in dict.fromkeys(itertools.chain.from_iterable(contents)):
-        values = [each.get(key, "absent") for each in contents]
+        values = [content.get(key, "absent") for content in contents]
         if len({repr(value) for value in values if value is not None}) > 1:
             differences[key] = values
     return differences

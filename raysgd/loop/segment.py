@@ -189,7 +189,7 @@ class Segment:
         """Undo the update in progress, unless it counts. The source gives its batches again."""
         with contextlib.suppress(Exception):  # the error of the loop is raised
             self.commit_if_done(raised=True)
-        again = [each for each in (*self._drawn, self._prefetched) if each is not _NOTHING]
+        again = [batch for batch in (*self._drawn, self._prefetched) if batch is not _NOTHING]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()

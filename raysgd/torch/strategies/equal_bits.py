@@ -328,7 +328,7 @@ class EqualBitsBuffers:
         """Return how to merge each buffer."""
         kinds = []
         for index, before in enumerate(self._registered.buffer_copies.values):
-            kept = [each[index] for each in self._stored.values()]
+            kept = [buffers[index] for buffers in self._stored.values()]
             kinds.append(max((_merge_kind(before, after) for after in kept), default=_KEEP))
         return kinds
 
@@ -370,7 +370,7 @@ class EqualBitsBuffers:
         plan, owned, tree = self._registered.update.plan, partition.owned_parts, TreeSum()
         for position, part in enumerate(owned):
             of_part = plan.micro_batches[position :: len(owned)]
-            num_samples = sum(each.num_samples or 0 for each in of_part)
+            num_samples = sum(micro_batch.num_samples or 0 for micro_batch in of_part)
             after: list[Any] = self._stored.get(part, before)
             weight = num_samples / (plan.total_samples or 1)
             tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])

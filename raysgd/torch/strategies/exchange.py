@@ -95,7 +95,7 @@ class GroupExchange(GradientExchange):
         check_same_parameters(models, dtypes)
 
     def sync_buffers(self) -> None:
-        buffers = [each for each in self._shared_buffers() if each.layout is torch.strided]
+        buffers = [buffer for buffer in self._shared_buffers() if buffer.layout is torch.strided]
         if buffers:
             group = self._registered.collectives
             group.barrier()  # an error if another worker still averages

@@ -153,12 +153,12 @@ class ReplicatedExchange(UserWrappedExchange):
         model counts as skipped if it had a backward pass in the previous update. Without a pass and
         without steps of optimizers, the first one counts. Every rank must call this.
         """
-        untrained = [each for each in self._passes if each.first_pass is None]
-        skipped = [each for each in untrained if each.first_pass_before is not None]
-        skipped.sort(key=lambda each: each.first_pass_before or 0)
+        untrained = [passes for passes in self._passes if passes.first_pass is None]
+        skipped = [passes for passes in untrained if passes.first_pass_before is not None]
+        skipped.sort(key=lambda passes: passes.first_pass_before or 0)
         if not update.optimizer_steps.counts and len(untrained) == len(self._passes):
             skipped = (skipped or untrained)[:1]
-        parameters = [parameter for each in skipped for parameter in each.model.parameters()]
+        parameters = [parameter for passes in skipped for parameter in passes.model.parameters()]
         if any(parameter.grad is not None for parameter in parameters):
             return  # user code accumulates gradients
         for passes in skipped:

@@ -196,9 +196,7 @@ class BackwardPasses:
             self.first_pass = next(_pass_numbers)
         if self.is_prepared:
             pairs = zip(self.reduced, before, strict=True)
-            self._complete_averages(
-                [each for each, earlier in pairs if gradient_version(each) == earlier]
-            )
+            self._complete_averages([p for p, version in pairs if gradient_version(p) == version])
             local = [p for p in self.initially_frozen if p.requires_grad]
         else:
             local = self.parameters
@@ -224,7 +222,7 @@ class BackwardPasses:
             parameter.requires_grad_(True)
         self.is_in_backward = True  # this is no pass of user code
         try:
-            torch.autograd.backward(missing, [torch.full_like(each, -0.0) for each in missing])
+            torch.autograd.backward(missing, [torch.full_like(p, -0.0) for p in missing])
         finally:
             self.is_in_backward = False
             for parameter in frozen:

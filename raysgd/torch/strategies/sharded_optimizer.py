@@ -324,7 +324,7 @@ class OptimizerShards(UpdateFeature):
         dist.all_gather_object(versions, (self._token, self._version, own_pieces))
         token, version, _ = versions[leader_rank]
         pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
-        shards = [layout.shard(each, size) for each in range(size)]
+        shards = [layout.shard(number, size) for number in range(size)]
         transfers = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
         self.held_state = HeldState(False, condition="lost" if transfers is None else "good")
         if transfers is None:
@@ -381,8 +381,8 @@ class ShardedOptimizers(StatePlacement):
 
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
         self.features: list[OptimizerShards] = [
-            OptimizerShards(each, sharding_args.get("copies"), registered)
-            for each in registered.optimizers
+            OptimizerShards(optimizer, sharding_args.get("copies"), registered)
+            for optimizer in registered.optimizers
         ]
 
     @property

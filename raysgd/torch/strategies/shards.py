@@ -67,7 +67,7 @@ def plan_transfers(
                 versions[index][rank] = max(version, versions[index].get(rank, version))
     planned: list[Transfer] = []
     for owner, shard in enumerate(shards):
-        holders = [(owner + each) % size for each in range(min(copies, size - 1) + 1)]
+        holders = [(owner + distance) % size for distance in range(min(copies, size - 1) + 1)]
         for param_index, (first, end) in shard.items():
             for index in range(range_at[param_index, first], range_at[param_index, end]):
                 (_, start), (_, stop) = cuts[index : index + 2]
@@ -250,7 +250,7 @@ def merge_shards(state: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(state)
     if (shards := merged.pop(SHARDS, None)) is None:
         return merged
-    merged["optimizers"] = [{**each, "state": {**each["state"]}} for each in state["optimizers"]]
+    merged["optimizers"] = [{**saved, "state": {**saved["state"]}} for saved in state["optimizers"]]
     merged["models"] = [copy.copy(each) for each in state.get("models", ())]
     for optimizer, *pieces in zip(merged["optimizers"], *shards, strict=True):
         for (number, names), values in _merge_pieces(itertools.chain(*pieces)).items():
