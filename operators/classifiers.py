@@ -59,8 +59,7 @@ class ImageClassifier(SupervisedOperator):
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         metrics = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
-        k = self.options["top_k"]
-        if k is not None:
+        if (k := self.options["top_k"]) is not None:
             hit = (output.topk(k, dim=1).indices == target.unsqueeze(1)).any(dim=1)
             metrics[f"top{k}_accuracy"] = hit.double().mean()
         return metrics

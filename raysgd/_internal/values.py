@@ -81,8 +81,7 @@ def jsonable(value: Any, keep_nan: bool = False) -> Any:
         return {str(key): jsonable(item, keep_nan) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(item, keep_nan) for item in value]
-    plain = _as_scalar(value)
-    if plain is None:
+    if (plain := _as_scalar(value)) is None:
         raise TypeError(f"JSON cannot represent {value!r:.100}.")
     if isinstance(plain, float) and not math.isfinite(plain) and not keep_nan:
         return str(plain)

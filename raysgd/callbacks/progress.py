@@ -89,8 +89,7 @@ class ProgressBar(Callback):
         if not progress:
             return
         # The workers may have evaluated different numbers of batches.
-        num_batches = math.ceil(fmean(each.num_batches for each in progress))
-        if not num_batches:
+        if not (num_batches := math.ceil(fmean(each.num_batches for each in progress))):
             return
         if self._bar is None:
             if time.monotonic() < self._next_line:

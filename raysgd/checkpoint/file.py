@@ -178,8 +178,7 @@ def _read(
             else f"Cannot load {label}: the file is damaged or is not a checkpoint ({reason})."
         ) from error
     content = state if isinstance(state, dict) else {}
-    missing = [key for key in REQUIRED_KEYS if key not in content]
-    if missing:
+    if missing := [key for key in REQUIRED_KEYS if key not in content]:
         raise CheckpointError(
             f"Cannot load {label}: it is not the state of a trainer, because it has no "
             f"{', '.join(missing)}. Write a state with trainer.save(path)."
@@ -212,8 +211,7 @@ def _find_unloadable(tree: Any, key: str) -> str:
 
 def _reason(error: Exception) -> str:
     """Describe an error of an archive, without PyTorch's advice to disable `weights_only`."""
-    refused = re.search(r"GLOBAL (\S+)", str(error))
-    if refused:
+    if refused := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it has an object of type {refused[1]}, which is not allowed"
     name = type(error).__name__
     return name if "weights_only" in str(error) else f"{name}: {first_line(error)}"

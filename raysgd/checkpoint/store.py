@@ -229,8 +229,7 @@ class CheckpointStore(CheckpointFolder):
             CheckpointError: if the folder has checkpoints but none can be loaded, if it belongs to
                 another job, or if it cannot be reached.
         """
-        names = self._names()
-        if not names:
+        if not (names := self._names()):
             return None
         try:
             name, state, _ = self._load_first(names, _read_finite)

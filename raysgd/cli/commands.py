@@ -166,8 +166,7 @@ def bench(
 ) -> None:
     """Run a benchmark. Needs a clone of the repository."""
     folder = Path(raysgd.__file__).resolve().parent.parent / "examples" / "benchmarks"
-    known = sorted(path.stem for path in folder.glob("[!_]*.py"))
-    if not known:
+    if not (known := sorted(path.stem for path in folder.glob("[!_]*.py"))):
         typer.echo(f"There is no {folder}. Use a clone of the repository.", err=True)
         raise typer.Exit(1)
     if name not in known:

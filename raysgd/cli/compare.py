@@ -33,8 +33,7 @@ def compare(before: Path, after: Path) -> str:
             text = f"{name}: from {first:.3g} to {second:.3g} ms per step."
             changes[name] = second - first, text
     of_phases = {name: change for name, change in changes.items() if name != "step"}
-    found = sorted((of_phases or changes).values())
-    if not found:
+    if not (found := sorted((of_phases or changes).values())):
         lines.append("Nothing differs beyond the spread.")
     elif found[-1][0] > 0:
         lines.append(f"What grew most is {found[-1][1]}")
@@ -51,8 +50,7 @@ def _measurements(folder: Path) -> Mapping[str, Sequence[float]]:
     with explain_log_errors(folder):
         log = RunLog(folder)
         kinds = [[c["speed"] for c in log.calls_of(k) if c.get("speed")] for k in ("step", "train")]
-        speeds = max(kinds, key=len)
-        if not speeds:
+        if not (speeds := max(kinds, key=len)):
             raise ValueError(
                 f"{folder} has no table of phases: it is of an older version of raysgd, or no call "
                 "of train() has ended. Use the folder of a run that trained."

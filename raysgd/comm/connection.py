@@ -99,8 +99,7 @@ def connect(
         answer = b""
         while len(answer) < _RANDOM_BYTES + _PROOF_BYTES:
             connection.settimeout(max(ends - time.monotonic(), 1e-3))
-            chunk = connection.recv(_RANDOM_BYTES + _PROOF_BYTES - len(answer))
-            if not chunk:
+            if not (chunk := connection.recv(_RANDOM_BYTES + _PROOF_BYTES - len(answer))):
                 raise ConnectionAbortedError("the listener has closed the connection")
             answer += chunk
         theirs, proof = answer[:_RANDOM_BYTES], answer[_RANDOM_BYTES:]
@@ -153,8 +152,7 @@ async def send(connection: socket.socket, content: bytes) -> None:
 async def receive_exactly(connection: socket.socket, length: int) -> bytes:
     loop, chunks = asyncio.get_running_loop(), []
     while length:
-        chunk = await loop.sock_recv(connection, min(length, _READ_BYTES))
-        if not chunk:
+        if not (chunk := await loop.sock_recv(connection, min(length, _READ_BYTES))):
             raise EOFError("the connection was closed")
         chunks.append(chunk)
         length -= len(chunk)

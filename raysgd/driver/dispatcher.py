@@ -207,8 +207,7 @@ class Dispatcher:
         """Keep, write, and report the steps of a call that were not applied."""
         newest = max((each["step"] for each in self.bad_steps), default=0)
         bad_steps = self.controller.record.progress.updates.bad_steps
-        new_steps = [each for each in bad_steps if each["step"] > newest]
-        if not new_steps:
+        if not (new_steps := [each for each in bad_steps if each["step"] > newest]):
             return
         self.bad_steps += new_steps
         if trainer.logdir is not None:

@@ -117,8 +117,7 @@ def _rank() -> int:
 
 def _broadcast_object(value: Any, src: int) -> Any:
     """Send the pickled `value` of rank `src` to every rank. Return it."""
-    hvd = _horovod()
-    if hvd is not None:
+    if (hvd := _horovod()) is not None:
         return hvd.broadcast_object(value, root_rank=src, name="raysgd.object")
     box = [value]
     dist.broadcast_object_list(box, src=src)

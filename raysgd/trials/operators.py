@@ -87,8 +87,7 @@ class BaseTrainable(Trainable):
 
         ``num_samples`` and ``batch_count`` are those of the validation.
         """
-        override = type(self).override_tune_step
-        if override is not None:
+        if (override := type(self).override_tune_step) is not None:
             return override(self.trainer, {"iteration": self.training_iteration})
         metrics: dict[str, Any] = self.trainer.train()
         if self._has_validation:

@@ -140,8 +140,7 @@ class StreamBuffer:
             self.read_chunk()
 
     def read_chunk(self) -> None:
-        chunk = next(self._chunks, None)
-        if chunk is None:
+        if (chunk := next(self._chunks, None)) is None:
             self.has_ended = True
             return
         value = self.digest_at(self.end)
