@@ -93,7 +93,11 @@ class Evaluation:
             # A worker that has fewer batches may have to wait at the end of the context.
             with train_state.evaluating():
                 yield batches
-            self._compare_samples(source, batches)
+            # Compare the samples of a stream, if every worker has read all of its batches.
+            is_compared = source.step_digest() is not None and train_state.context.world_size > 1
+            is_exhausted, group = int(batches.is_exhausted), train_state.collectives
+            if is_compared and group.all_reduce_min(is_exhausted)[0]:
+                check_same_samples(source, group)
         except BaseException:
             self._control.failed_at = batches.describe_position()
             source.end_processes()
@@ -127,13 +131,6 @@ class Evaluation:
             predictions = list(zip(keys, operator._predictions(batches), strict=False))
         source.end_processes()
         return predictions
-
-    def _compare_samples(self, source: BatchSource, batches: _EvaluationBatches) -> None:
-        """Compare the samples of a stream, if every worker has read all of its batches."""
-        train_state = self._train_state
-        is_compared = source.step_digest() is not None and train_state.context.world_size > 1
-        if is_compared and train_state.collectives.all_reduce_min(int(batches.is_exhausted))[0]:
-            check_same_samples(source, train_state.collectives)
 
     def sanity_check(self, request: ValidateRequest) -> Mapping[str, Any] | None:
         """Validate some batches, restore the state, and return the metrics.

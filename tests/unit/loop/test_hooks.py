@@ -84,7 +84,7 @@ def test_hooks_of_an_epoch(spied):
 
 def test_hooks_of_an_evaluation(spied, monkeypatch):
     trainer, called = spied()
-    compare = "raysgd.loop.evaluation.Evaluation._compare_samples"
+    compare = "raysgd.data.source.BatchSource.step_digest"
     monkeypatch.setattr(compare, lambda *_: called.append("compare"))
     trainer.validate()
     assert called == ["evaluating", "evaluated", "compare"]
