@@ -37,6 +37,7 @@ from raysgd.loop.requests import PAUSED_FOR_CALLBACKS, TrainRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import SnapshotTaker
 from raysgd.loop.state_access import StateAccess
+from raysgd.loop.state_keys import read_state
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
 
@@ -52,24 +53,20 @@ class Loop:
     """
 
     def __init__(
-        self,
-        operator: OperatorBase,
-        state_access: StateAccess,
-        control: LoopControl,
-        read_snapshot: Callable[[], dict[str, Any]],
+        self, operator: OperatorBase, state_access: StateAccess, control: LoopControl
     ) -> None:
         self.operator = operator
         self.state_access = state_access
         self.control = control
-        self.train_state = operator._train_state
-        self._position = self.train_state.position
+        train_state = self.train_state = operator._train_state
+        self._position = train_state.position
         self.source = BatchSource(())  # of the newest call of ``train``
         self._rank_with_fewest: int | None = None
         self._next_log_step: int | None = None  # step that ends a segment, so that it is logged
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
-        self.call_record = CallRecord(self.train_state)
+        self.call_record = CallRecord(train_state)
         self.evaluation = Evaluation(operator, control, self.call_record)
-        self.snapshots = SnapshotTaker(self.train_state, read_snapshot)
+        self.snapshots = SnapshotTaker(train_state, partial(read_state, self, is_snapshot=True))
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | str:
         """Train up to the goal of a request, and return its metrics, or PAUSED_FOR_CALLBACKS.

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from raysgd._internal import progress
@@ -15,9 +15,8 @@ from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
-from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.runner import Request, Runner
-from raysgd.checkpoint.file import SHARDS, manifest_entries, write_state
+from raysgd.checkpoint.file import manifest_entries, write_state
 from raysgd.cluster.large_values import FileContent, IncomingValue
 from raysgd.cluster.serialization import find_unpicklable
 from raysgd.elastic.call import (
@@ -33,7 +32,7 @@ from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
 from raysgd.loop.state_access import StateAccess
-from raysgd.loop.state_keys import with_models_last
+from raysgd.loop.state_keys import load_from_leader, load_state, read_state
 from raysgd.loop.train_state import RandomGenerators, TrainState
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class OperatorRunner(Runner, ABC):
         loop, train_state = self._hosted_loop, self._train_state
         position = train_state.saved_position()
         train_state.begin_generation(context)
-        state = self._load_from_leader(leader_rank) if context.distributed else None
+        state = load_from_leader(loop, leader_rank) if context.distributed else None
         train_state.lacks_state = False
         if train_state.saved_position() != position:
             loop.source.discard_unread()  # otherwise, the next segment may continue it
@@ -68,68 +67,6 @@ class OperatorRunner(Runner, ABC):
             train_state.data.check_equal_data(state["fingerprint"])
         train_state.data.warn_of_stale_ranks()
         return "\n".join(filter(None, (each.warning for each in train_state.features)))
-
-    def _load_from_leader(self, leader_rank: int) -> Mapping[str, Any] | None:
-        """Load the state of the leader, and return its small entries. Return None on the leader.
-
-        The small entries arrive first, in one message of the leader. Models and optimizers follow
-        if they differ, then buffers, and last shards, from all workers. ``batching``,
-        ``why_not_split``, and shards are applied on arrival. The others are applied when all have
-        arrived, because the leader may be lost meanwhile, in this order:
-
-        ================================  ====================================  ==========
-        entry of the state                loaded by                             on
-        ================================  ====================================  ==========
-        schedulers, optimizers, models,   `StateAccess.copy_from`               followers
-        and the entries of features
-        buffers                           `UpdateFeature.receive`               followers
-        ``operator``                      the operator's ``load_state_dict``    followers
-        ``is_damaged``                    `Update`                              followers
-        ``module_modes``                  `StateAccess.set_module_modes`        followers
-        ``data``, ``global_step``         `TrainState.load_position`            all others
-        ``call``                          `CallRecord.continue_call`            all others
-        ``batching``, ``fingerprint``     `DataSources`, after the hook         all others
-                                          ``on_world_change``
-        ================================  ====================================  ==========
-
-        New workers follow the leader. If models are replicated, all others do. Otherwise, survivors
-        keep their own models. The leader does not send snapshots, generators of random numbers, and
-        metrics, except those that equal bits share. A restart from a snapshot loads ``operator``
-        first, see `load_state_dict`.
-        """
-        loop, train_state = self._hosted_loop, self._train_state
-        is_leader = train_state.context.world_rank == leader_rank
-        state: dict[str, Any] = train_state.collectives.broadcast(self._small_entries, leader_rank)
-        if not is_leader:
-            train_state.data.set_batch_size(state["batching"])
-            if why := state["why_not_split"]:
-                train_state.micro_batching.refuse_split(why)
-        follows = not is_leader and (train_state.lacks_state or train_state.placement.replicates)
-        loop.state_access.copy_from(leader_rank, follows)
-        if follows:
-            self.operator.load_state_dict(state["operator"])
-            train_state.update.set_damaged(state["is_damaged"])
-            loop.state_access.set_module_modes(state["module_modes"])
-        if is_leader:
-            return None
-        train_state.load_position(state["data"], state["global_step"])
-        loop.call_record.continue_call(state["call"])
-        return state
-
-    def _small_entries(self) -> dict[str, Any]:
-        """Return what the leader of a new generation sends first."""
-        loop, train_state = self._hosted_loop, self._train_state
-        return {
-            "global_step": train_state.position.global_step,
-            "operator": self.operator.state_dict(),
-            "data": train_state.saved_position(),
-            "call": dict(loop.call_record.export()),
-            "batching": train_state.data.batching(),
-            "module_modes": loop.state_access.module_modes(),
-            "fingerprint": train_state.data.fingerprint(),
-            "why_not_split": train_state.micro_batching.why_not_split,
-            "is_damaged": train_state.update.is_damaged,
-        }
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
@@ -152,8 +89,7 @@ class OperatorRunner(Runner, ABC):
 
     def start_operator(self, operator: OperatorBase, state_access: StateAccess) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
-        read_snapshot = functools.partial(self._read_state, is_snapshot=True)
-        self._loop = Loop(operator, state_access, self.control, read_snapshot)
+        self._loop = Loop(operator, state_access, self.control)
         train_state = self._train_state
         self._set_config_size(train_state.context)
         if train_state.context.world_size > 1:
@@ -346,90 +282,14 @@ class OperatorRunner(Runner, ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state = self._read_state()
+        state = read_state(self._hosted_loop)
         if not frozen:
             state = self._hosted_loop.state_access.without_frozen(state, for_workers=False)
         return dict(self._train_state.to_cpu(state))
 
-    def _read_state(self, is_snapshot: bool = False) -> dict[str, Any]:
-        """Return the state for a file or a snapshot, with tensors on their device.
-
-        If the state is sharded, only rank 0 adds more than its shards.
-        """
-        loop, train_state, data = self._hosted_loop, self._train_state, self._train_state.data
-        state: dict[str, Any] = {"global_step": train_state.position.global_step}
-        if shards := train_state.placement.saved_shards():
-            state[SHARDS] = shards
-            if train_state.context.world_rank != 0:
-                return state
-        state |= {"operator": self.operator.state_dict(), "data": train_state.saved_position()}
-        state["epoch"] = train_state.position.epoch + (train_state.position.offset > 0)
-        if not is_snapshot:
-            state["data"]["loaders"] = data.loader_summaries
-            return with_models_last(state | loop.state_access.read())
-        # Other batch sizes follow from the new number of workers.
-        batching = {name: each for name, each in data.batching().items() if not each[1]}
-        state |= {"call": dict(loop.call_record.export()), "batching": batching}
-        state["module_modes"] = loop.state_access.module_modes()
-        state |= loop.state_access.read()
-        return with_models_last(loop.state_access.without_frozen(state, for_workers=True))
-
     def load_state_dict(self, state: dict[str, Any], incoming: IncomingValue | None = None) -> None:
-        """Load a state. Receive its large arrays late, in the memory of the training state.
-
-        After the checks, its entries are loaded in this order:
-
-        ========================================  ==============================================
-        ``shards``, only of snapshots             `StateAccess.merge_shards`, before the checks
-        ``operator``                              the operator's ``load_state_dict``
-        models, optimizers, and of features       `StateAccess.load`
-        shards of models and optimizers           `StatePlacement.load_shards`
-        ``call``, ``batching``, ``module_modes``  as in `_load_from_leader`, only of snapshots
-        ``data``, ``global_step``                 `TrainState.load_position`
-        ``data["rng"]``                           `RandomGenerators.set`
-        ========================================  ==============================================
-        """
-        train_state, state_access = self._train_state, self._hosted_loop.state_access
-        if SHARDS in state:  # of all workers, in a snapshot
-            if incoming is not None:
-                incoming.receive()
-            state = state_access.merge_shards(state)
-        if train_state.context.in_driver and incoming is None:
-            # Copy the state, because training would change the caller's tensors.
-            state = map_leaves(state, try_copy)
-        state_access.check(state)
-        if incoming is not None:
-            state = state_access.reuse_memory(state, incoming)
-            incoming.receive(stops_at_target=True)
-        position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
-        if position.get("trains_on", "train") == "train":
-            train_state.data.lazy_source("train").check_resume_info(position.get("stream", {}))
-        context = train_state.context
-        generators = self.generators.loadable_states(position.get("rng", ()), context.world_size)
-        with contextlib.ExitStack() as undoing:
-            if "operator" in state:
-                operator_state = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
-                undoing.enter_context(
-                    load_or_restore(self.operator, operator_state, state["operator"], "operator")
-                )
-            if incoming is not None and incoming.targets:
-                train_state.update.set_damaged(True)
-                incoming.receive()
-            state_access.load(state)
-            train_state.placement.load_shards(state)
-        train_state.update.set_damaged(False)
-        self._hosted_loop.source.discard_unread()
-        self._hosted_loop.call_record.call.last_validation = None
-        self._hosted_loop.snapshots.clear()
-        if "call" in state:  # the state is a snapshot, from which the call continues
-            self._hosted_loop.call_record.continue_call(state["call"])
-            train_state.data.set_batch_size(state["batching"])
-            state_access.set_module_modes(state["module_modes"])
-        else:
-            train_state.data.warn_of_other_steps(position)
-        train_state.load_position(position, state.get("global_step", 0))
-        if generators:
-            self.generators.set(generators[context.world_rank])
+        """Load a state. Receive its large arrays late, in the memory of the training state."""
+        load_state(self._hosted_loop, self.generators, state, incoming)
 
     def restart_state(self, num_workers: int = 1) -> dict[str, Any] | None:
         """Return the state from which new workers can continue, or None.
@@ -439,8 +299,7 @@ class OperatorRunner(Runner, ABC):
         if self._loop is None or self._train_state.held_state.condition != "good":
             return None
         train_state = self._train_state
-        is_in_sync = train_state.placement.is_in_sync
-        has_all = train_state.context.world_size == num_workers and is_in_sync
+        has_all = train_state.context.world_size == num_workers and train_state.placement.is_in_sync
         if not (train_state.held_state.is_complete or has_all):
             return None
-        return dict(train_state.to_cpu(self._read_state(is_snapshot=True)))
+        return dict(train_state.to_cpu(read_state(self._loop, is_snapshot=True)))

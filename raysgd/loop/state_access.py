@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class StateAccess(ABC):
     """Reads and loads models, optimizers, and the state of features.
 
-    `OperatorRunner` adds the position and what else a file or a snapshot needs.
+    `read_state` adds the position and what else a file or a snapshot needs.
     """
 
     def __init__(self, train_state: TrainState) -> None:
@@ -104,7 +104,7 @@ class StatePlacement:
     """Knows which worker has which part of the models and of the states of optimizers.
 
     In this class, every worker has all of both. Subclasses shard them over the workers. For a file,
-    `OperatorRunner` calls `saved_shards` on each worker, and the driver `merge_shards`. A file has
+    `read_state` calls `saved_shards` on each worker, and the driver `merge_shards`. A file has
     no shards: each worker gets all of it, and `load_shards` keeps the worker's shard.
     """
 

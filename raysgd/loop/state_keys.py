@@ -1,17 +1,24 @@
-"""The keys of the state of a trainer, and how they are checked.
+"""The keys of the state of a trainer: what workers save, send, and load, and how it is checked.
 
-`OperatorRunner._read_state` collects it. Files have the state between calls. A snapshot, from which
-new workers restart, also has the unfinished call. Features add keys to those of the models and
-optimizers, as schedulers and the loss scaler do.
+Files have the state between calls. A snapshot, from which new workers restart, also has the
+unfinished call. Features add keys to those of the models and optimizers, as schedulers and the loss
+scaler do.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raysgd.checkpoint.file import REQUIRED_KEYS
+from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
+from raysgd.checkpoint.file import REQUIRED_KEYS, SHARDS
+from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from raysgd.loop.loop import Loop
+    from raysgd.loop.train_state import RandomGenerators
 
 
 def entries_for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,6 +36,154 @@ def with_models_last(state: dict[str, Any]) -> dict[str, Any]:
     """Sort a state, because workers receive the last entries in the memory of their own."""
     last = {key: state.pop(key) for key in ("optimizers", "models") if key in state}
     return state | last
+
+
+def read_state(loop: Loop, is_snapshot: bool = False) -> dict[str, Any]:
+    """Return the state for a file or a snapshot, with tensors on their device.
+
+    If the state is sharded, only rank 0 adds more than its shards.
+    """
+    train_state, data = loop.train_state, loop.train_state.data
+    state: dict[str, Any] = {"global_step": train_state.position.global_step}
+    if shards := train_state.placement.saved_shards():
+        state[SHARDS] = shards
+        if train_state.context.world_rank != 0:
+            return state
+    state |= {"operator": loop.operator.state_dict(), "data": train_state.saved_position()}
+    state["epoch"] = train_state.position.epoch + (train_state.position.offset > 0)
+    if not is_snapshot:
+        state["data"]["loaders"] = data.loader_summaries
+        return with_models_last(state | loop.state_access.read())
+    # Other batch sizes follow from the new number of workers.
+    batching = {name: each for name, each in data.batching().items() if not each[1]}
+    state |= {"call": dict(loop.call_record.export()), "batching": batching}
+    state["module_modes"] = loop.state_access.module_modes()
+    state |= loop.state_access.read()
+    return with_models_last(loop.state_access.without_frozen(state, for_workers=True))
+
+
+def _small_entries(loop: Loop) -> dict[str, Any]:
+    """Return what the leader of a new generation sends first."""
+    train_state = loop.train_state
+    return {
+        "global_step": train_state.position.global_step,
+        "operator": loop.operator.state_dict(),
+        "data": train_state.saved_position(),
+        "call": dict(loop.call_record.export()),
+        "batching": train_state.data.batching(),
+        "module_modes": loop.state_access.module_modes(),
+        "fingerprint": train_state.data.fingerprint(),
+        "why_not_split": train_state.micro_batching.why_not_split,
+        "is_damaged": train_state.update.is_damaged,
+    }
+
+
+def load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
+    """Load the state of the leader, and return its small entries. Return None on the leader.
+
+    The small entries arrive first, in one message of the leader. Models and optimizers follow if
+    they differ, then buffers, and last shards, from all workers. ``batching``, ``why_not_split``,
+    and shards are applied on arrival. The others are applied when all have arrived, because the
+    leader may be lost meanwhile, in this order:
+
+    ================================  ====================================  ==========
+    entry of the state                loaded by                             on
+    ================================  ====================================  ==========
+    schedulers, optimizers, models,   `StateAccess.copy_from`               followers
+    and the entries of features
+    buffers                           `UpdateFeature.receive`               followers
+    ``operator``                      the operator's ``load_state_dict``    followers
+    ``is_damaged``                    `Update`                              followers
+    ``module_modes``                  `StateAccess.set_module_modes`        followers
+    ``data``, ``global_step``         `TrainState.load_position`            all others
+    ``call``                          `CallRecord.continue_call`            all others
+    ``batching``, ``fingerprint``     `DataSources`, after the hook         all others
+                                      ``on_world_change``
+    ================================  ====================================  ==========
+
+    New workers follow the leader. If models are replicated, all others do. Otherwise, survivors
+    keep their own models. The leader does not send snapshots, generators of random numbers, and
+    metrics, except those that equal bits share. A restart from a snapshot loads ``operator`` first,
+    see `load_state`.
+    """
+    train_state, group = loop.train_state, loop.train_state.collectives
+    is_leader = train_state.context.world_rank == leader_rank
+    state: dict[str, Any] = group.broadcast(lambda: _small_entries(loop), leader_rank)
+    if not is_leader:
+        train_state.data.set_batch_size(state["batching"])
+        if why := state["why_not_split"]:
+            train_state.micro_batching.refuse_split(why)
+    follows = not is_leader and (train_state.lacks_state or train_state.placement.replicates)
+    loop.state_access.copy_from(leader_rank, follows)
+    if follows:
+        loop.operator.load_state_dict(state["operator"])
+        train_state.update.set_damaged(state["is_damaged"])
+        loop.state_access.set_module_modes(state["module_modes"])
+    if is_leader:
+        return None
+    train_state.load_position(state["data"], state["global_step"])
+    loop.call_record.continue_call(state["call"])
+    return state
+
+
+def load_state(
+    loop: Loop, generators: RandomGenerators, state: dict[str, Any], incoming: IncomingValue | None
+) -> None:
+    """Load a state. Receive its large arrays late, in the memory of the training state.
+
+    After the checks, its entries are loaded in this order:
+
+    ========================================  ==============================================
+    ``shards``, only of snapshots             `StateAccess.merge_shards`, before the checks
+    ``operator``                              the operator's ``load_state_dict``
+    models, optimizers, and of features       `StateAccess.load`
+    shards of models and optimizers           `StatePlacement.load_shards`
+    ``call``, ``batching``, ``module_modes``  as in `load_from_leader`, only of snapshots
+    ``data``, ``global_step``                 `TrainState.load_position`
+    ``data["rng"]``                           `RandomGenerators.set`
+    ========================================  ==============================================
+    """
+    train_state, state_access = loop.train_state, loop.state_access
+    if SHARDS in state:  # of all workers, in a snapshot
+        if incoming is not None:
+            incoming.receive()
+        state = state_access.merge_shards(state)
+    if train_state.context.in_driver and incoming is None:
+        # Copy the state, because training would change the caller's tensors.
+        state = map_leaves(state, try_copy)
+    state_access.check(state)
+    if incoming is not None:
+        state = state_access.reuse_memory(state, incoming)
+        incoming.receive(stops_at_target=True)
+    position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
+    if position.get("trains_on", "train") == "train":
+        train_state.data.lazy_source("train").check_resume_info(position.get("stream", {}))
+    context = train_state.context
+    random_states = generators.loadable_states(position.get("rng", ()), context.world_size)
+    with contextlib.ExitStack() as undoing:
+        if "operator" in state:
+            operator_state = map_leaves(loop.operator.state_dict(), train_state.copy_leaf)
+            undoing.enter_context(
+                load_or_restore(loop.operator, operator_state, state["operator"], "operator")
+            )
+        if incoming is not None and incoming.targets:
+            train_state.update.set_damaged(True)
+            incoming.receive()
+        state_access.load(state)
+        train_state.placement.load_shards(state)
+    train_state.update.set_damaged(False)
+    loop.source.discard_unread()
+    loop.call_record.call.last_validation = None
+    loop.snapshots.clear()
+    if "call" in state:  # the state is a snapshot, from which the call continues
+        loop.call_record.continue_call(state["call"])
+        train_state.data.set_batch_size(state["batching"])
+        state_access.set_module_modes(state["module_modes"])
+    else:
+        train_state.data.warn_of_other_steps(position)
+    train_state.load_position(position, state.get("global_step", 0))
+    if random_states:
+        generators.set(random_states[context.world_rank])
 
 
 # ---- checks
