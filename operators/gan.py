@@ -178,5 +178,4 @@ class GAN(ConfiguredOperator):
 def _loss(scores: torch.Tensor, fraction_real: float) -> torch.Tensor:
     """Return the mean of ``-q log D - (1 - q) log(1 - D)`` with q = `fraction_real`."""
     # For D = sigmoid(s), the logarithms are -softplus(-s) and -softplus(s), which do not overflow.
-    loss = fraction_real * softplus(-scores) + (1 - fraction_real) * softplus(scores)
-    return loss.mean()
+    return (fraction_real * softplus(-scores) + (1 - fraction_real) * softplus(scores)).mean()

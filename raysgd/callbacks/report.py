@@ -250,8 +250,7 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
             (f"{event['time'] - log.began:.2f}", *(event[name] for name in fields))
             for event in log.events
         ]
-        head = ("time (s)", *fields[:3], "duration (s)", "cause")
-        yield f"<h2>Events</h2>{_table(rows, head)}"
+        yield f"<h2>Events</h2>{_table(rows, ('time (s)', *fields[:3], 'duration (s)', 'cause'))}"
     if config := run.get("config"):
         yield f"<h2>Config</h2>{_table((name, f'{v!r:.200}') for name, v in config.items())}"
 

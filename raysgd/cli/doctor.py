@@ -120,8 +120,7 @@ def _torch_rows() -> Iterator[Row]:
     yield "CUDA", cuda or "missing", "for GPUs" if cuda is None else ""
     yield "GPUs here", str(gpus), ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
     for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
-        note = "" if there else f'for backend="{name}"'
-        yield name, "available" if there else "missing", note
+        yield name, "available" if there else "missing", "" if there else f'for backend="{name}"'
 
 
 def node_rows(address: str) -> Iterator[Row]:

@@ -125,8 +125,7 @@ def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:
     from raysgd.tf import TrainingOperator as KerasOperator
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    is_keras = issubclass(operator_cls, KerasOperator)
-    trainer_cls: type[Any] = TFTrainer if is_keras else TorchTrainer
+    trainer_cls: type[Any] = TFTrainer if issubclass(operator_cls, KerasOperator) else TorchTrainer
     known = inspect.signature(trainer_cls.fit).parameters
     if unknown := settings["fit"].keys() - known.keys():  # check before workers start
         raise unknown_argument("fit", min(unknown), known)

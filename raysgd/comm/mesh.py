@@ -160,8 +160,7 @@ class PeerMesh:
                         f"rank, but rank {rank} is in reduction {theirs[0]} with {theirs[1]} "
                         f"bytes. {SAME_COLLECTIVES}"
                     )
-            late = [rank for rank in self._peers if unsent[rank] or missing[rank]]
-            if not late:
+            if not (late := [rank for rank in self._peers if unsent[rank] or missing[rank]]):
                 break
             poll = select.poll()
             for rank in late:

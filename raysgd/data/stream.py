@@ -127,8 +127,7 @@ class Stream(NumberedSamples):
     def __new__(
         cls, *_: Any, group: int | None = None, skip_broken: bool = False, **__: Any
     ) -> Any:
-        is_grouped = group is not None or skip_broken
-        kind = GroupedStream if cls is Stream and is_grouped else cls
+        kind = GroupedStream if cls is Stream and (group is not None or skip_broken) else cls
         torch = sys.modules.get("torch.utils.data")
         if torch is not None and kind is GroupedStream:  # a DataLoader asks for the class
             torch.IterableDataset.register(kind)

@@ -187,8 +187,7 @@ class Dispatcher:
 
     def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:
         """Pass the metrics of a point to callbacks."""
-        packed = [point.metrics for _, point in points if point.metrics is not None]
-        if not packed:
+        if not (packed := [point.metrics for _, point in points if point.metrics is not None]):
             return
         newest, timing = points[-1][1], dict(points)
         members = [member for member in self.controller.members if member in timing]

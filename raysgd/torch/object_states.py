@@ -61,8 +61,7 @@ def load_optimizer(
     for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
         for parameter, key in zip(group["params"], saved["params"], strict=True):
             if is_exact and parameter in optimizer.state and key in entries:
-                loaded = optimizer.state[parameter]
-                optimizer.state[parameter] = _in_dtypes_of(entries[key], loaded)
+                optimizer.state[parameter] = _in_dtypes_of(entries[key], optimizer.state[parameter])
 
 
 def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
