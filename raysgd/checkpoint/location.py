@@ -105,11 +105,14 @@ class Location:
         """Return the names of the files in this folder; none if it does not exist."""
         with self._file_system("list") as (fs, path):
             fs.invalidate_cache()  # another process may have written the file since
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 infos = fs.ls(path, detail=True)
-                files = (info["name"] for info in infos if info["type"] != "directory")
-                return [name.rstrip("/").rsplit("/", 1)[-1] for name in files]
-            return []
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error.__cause__):  # no save would succeed
+                    raise
+                return []
+            files = (info["name"] for info in infos if info["type"] != "directory")
+            return [name.rstrip("/").rsplit("/", 1)[-1] for name in files]
 
     @contextlib.contextmanager
     def _file_system(self, verb: str) -> Iterator[tuple[Any, str]]:

@@ -72,11 +72,16 @@ def test_a_url_may_go_through_another_one(tmp_path):
     assert step_of(read_file(f"simplecache::{URL}")) == 3
 
 
-def test_a_folder_lists_its_files_only():
+def test_a_folder_lists_its_files_only(failing):
     write_file(STATE, URL)
     write_file(STATE, "memory://run/sub/state.pt")
     assert Location("memory://run/").file_names() == ["state.pt"]
     assert Location("memory://missing").file_names() == []
+    missing = FileNotFoundError("no such bucket")  # an error of s3fs
+    missing.__cause__ = OSError("An error occurred (NoSuchBucket) when calling ListObjectsV2")
+    failing("ls", raising(missing))
+    with pytest.raises(UnreachableError, match="list failing://bucket/run: no such bucket"):
+        Location("failing://bucket/run").file_names()
 
 
 def test_an_object_store_gets_one_upload_under_the_final_name(failing):
