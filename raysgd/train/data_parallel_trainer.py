@@ -17,7 +17,7 @@ from raysgd._internal.arguments import as_dict, unknown_argument
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.cluster.serialization import unpicklable_key
+from raysgd.cluster.serialization import find_unpicklable, unpicklable_key
 from raysgd.train.arguments import bind_config, make_folder, run_folder
 from raysgd.train.backend import BackendExecutor
 from raysgd.train.callbacks.callback import CallbackHandler
@@ -207,7 +207,7 @@ class DataParallelTrainer:
         try:
             blob: bytes = cloudpickle.dumps(stored)
         except Exception as error:
-            name = unpicklable_key(stored.__dict__)
+            name = find_unpicklable(stored)[0].removeprefix(".")
             raise TypeError(
                 f"{type(self).__name__}.fit() saves the trainer for restore(), but {name} cannot "
                 f"be pickled: {error}. Create such objects in the training function."

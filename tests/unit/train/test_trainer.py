@@ -172,7 +172,7 @@ def test_a_run_is_stored_without_callbacks_that_cannot_be_pickled(tmp_path, run_
 
 @pytest.mark.parametrize(
     ("locked_config", "name"),
-    [(True, "train_loop_config"), (False, "train_loop_per_worker")],
+    [(True, r"train_loop_config\['guard'\]"), (False, r"train_loop_per_worker \(uses lock\)")],
 )
 def test_what_cannot_be_stored_is_named_and_leaves_no_folder(
     tmp_path, run_config, locked_config, name
