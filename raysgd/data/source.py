@@ -220,6 +220,17 @@ class BatchSource:
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
 
+    def check_same_samples(self, collectives: Collectives) -> None:
+        """Raise RuntimeError if other workers have read other samples. Every rank must call it."""
+        if not collectives.all_ranks_equal(self.step_digest() or 0):
+            raise RuntimeError(
+                f"The workers read different samples from {self.describe()}. Every worker must "
+                "read the same samples in one order, and raysgd selects its part. Seed shuffles "
+                "equally on all workers, and leave out deterministic=False. If the data selects "
+                "the samples of its worker itself, pass add_dist_sampler=False to the trainer, or "
+                "give it an attribute num_replicas."
+            )
+
     def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
         """Partition the epoch again. `config_batch_size`: the new ``config[BATCH_SIZE]``."""
 

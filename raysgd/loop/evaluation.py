@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import describe, preserving
 from raysgd.data.source import BatchSource
@@ -97,7 +96,7 @@ class Evaluation:
             is_compared = source.step_digest() is not None and train_state.context.world_size > 1
             is_exhausted, group = int(batches.is_exhausted), train_state.collectives
             if is_compared and group.all_reduce_min(is_exhausted)[0]:
-                check_same_samples(source, group)
+                source.check_same_samples(group)
         except BaseException:
             self._control.failed_at = batches.describe_position()
             source.end_processes()
@@ -149,19 +148,6 @@ class Evaluation:
             metrics = self.validate(request)
         source.end_processes()
         return metrics
-
-
-def check_same_samples(source: BatchSource, collectives: Collectives, has_batch: int = 1) -> int:
-    """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
-    if not collectives.all_ranks_equal(source.step_digest() or 0):
-        raise RuntimeError(
-            f"The workers read different samples from {source.describe()}. Every worker must "
-            "read the same samples in one order, and raysgd selects its part. Seed shuffles "
-            "equally on all workers, and leave out deterministic=False. If the data selects the "
-            "samples of its worker itself, pass add_dist_sampler=False to the trainer, or give it "
-            "an attribute num_replicas."
-        )
-    return has_batch
 
 
 @dataclass(eq=False, repr=False)

@@ -29,7 +29,7 @@ from typing import Any
 from raysgd._internal.runner import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_record import CallRecord
-from raysgd.loop.evaluation import Evaluation, check_same_samples, empty_loader_error
+from raysgd.loop.evaluation import Evaluation, empty_loader_error
 from raysgd.loop.feature import IndivisibleError
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
@@ -200,6 +200,8 @@ class Loop:
             limit=limit,
             steps_left=steps_left,
             agree_on_batch=agree_on_batch,
+            compares_samples=train_state.context.world_size > 1
+            and self.source.step_digest() is not None,
             after_commit=after_commit,
             pause_step=min(pauses, default=math.inf),
         )
@@ -221,8 +223,6 @@ class Loop:
                 steps_left = self._fewest_batches(steps_left)
             else:
                 agree_on_batch = self._fewest_batches
-        elif source.step_digest() is not None and train_state.context.world_size > 1:
-            agree_on_batch = partial(check_same_samples, source, train_state.collectives)
         if source.unread is None:
             source.agree_on_order(source.current_epoch, offset, train_state.collectives)
         return steps_left, agree_on_batch

@@ -38,8 +38,8 @@ class Segment:
     part is in `Update`. After the next request: `commit_if_done`, and `TrainState.commit`.
 
     It continues with the unread batches of the source, if there are any. `agree_on_batch` returns 0
-    if any rank has no batch, and may compare the samples of ranks. The functions `after_commit` run
-    after each commit, unless the loop has raised.
+    if any rank has no batch. The functions `after_commit` run after each commit, unless the loop
+    has raised.
     """
 
     _train_state: TrainState
@@ -48,6 +48,7 @@ class Segment:
     limit: int | None = None  # of the segment
     steps_left: int | None = None  # of the epoch; None if unknown
     agree_on_batch: Callable[[int], int] | None = None
+    compares_samples: bool = False  # of all ranks, for each batch
     after_commit: Sequence[Callable[[], None]] = ()
     read_limit: int | None = None  # steps to read of a new iteration; None for all
     pause_step: float = math.inf  # number of committed steps at which to pause
@@ -142,7 +143,9 @@ class Segment:
         timing.begin(OTHER)
         # `_prefetched` keeps the batch if a worker is lost during this collective.
         agree, has_batch = self.agree_on_batch, self._prefetched is not _NOTHING
-        if agree is not None and not agree(has_batch):
+        if self.compares_samples:
+            self.source.check_same_samples(self._train_state.collectives)
+        elif agree is not None and not agree(has_batch):
             self._prefetched = _NOTHING
         if self._prefetched is _NOTHING:
             self._is_exhausted = True
