@@ -271,7 +271,7 @@ class BackendExecutor:
             metadata=dict(metadata or {}),
             folder="" if folder is None else str(folder),
             encode=self._find_override("encode_data"),
-            full_size=self.options.num_workers if keeps_batch else None,
+            full_world_size=self.options.num_workers if keeps_batch else None,
         )
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:

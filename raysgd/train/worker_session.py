@@ -46,7 +46,7 @@ class RunSpec:
     """Folder of the run on the driver; empty if there is none."""
     encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """`encode_data` of the user's backend; None if the backend does not override it."""
-    full_size: int | None = None
+    full_world_size: int | None = None
     """Number of workers of the full group, which sets the global batch size. None scales the batch
     with the group."""
 

@@ -27,6 +27,7 @@ from raysgd.torch.input.sources import why_not_partitioned, wrap_loader
 
 logger = logging.getLogger(__name__)
 
+_Partitions = bool | Literal["always"]
 _ADVICE = (
     'Pass add_dist_sampler="always" to prepare_data_loader(), which splits any data set, or save '
     "at the end of an epoch, without the state of the loader."
@@ -37,8 +38,8 @@ class PreparedLoader(DataLoader[Any]):
     """Iterates over this worker's part of another loader, and moves the batches to a device.
 
     All other attributes, such as ``dataset`` and ``sampler``, come from the wrapped loader.
-    `splits` is the argument ``add_dist_sampler`` of `prepare_data_loader`. `full_size` is the
-    number of workers of the full group, which sets the global batch size. None scales the batch
+    `partitions` is the argument ``add_dist_sampler`` of `prepare_data_loader`. `full_world_size` is
+    the number of workers of the full group, which sets the global batch size. None scales the batch
     with the group. `weigh` receives the loss weight of each batch. `num_collectives` returns the
     number of collectives so far; None if unknown.
     """
@@ -54,15 +55,15 @@ class PreparedLoader(DataLoader[Any]):
         device: torch.device | None,
         ahead: bool,
         seed: int,
-        splits: bool | Literal["always"] = True,
-        full_size: int | None = None,
+        partitions: _Partitions = True,
+        full_world_size: int | None = None,
         shares: tuple[float, ...] | None = None,
         weigh: Callable[[float], None] = lambda weight: None,
         num_collectives: Callable[[], int | None] = lambda: None,
     ) -> None:
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
-        loader, full_size = without_states(loader), full_size or world_size
+        loader, full_world_size = without_states(loader), full_world_size or world_size
         self._worker_sampler: _WorkerSampler | None = None
         self._device, self._weigh, self._world_size = device, weigh, world_size
         self._ahead = ahead and device is not None and device.type == "cuda"
@@ -70,11 +71,11 @@ class PreparedLoader(DataLoader[Any]):
         """Epoch of the next pass, and the offset if a state was loaded."""
         self._pass: tuple[int, int, int | None] | None = None
         """Epoch and offset of the current pass, and the collectives before it."""
-        if is_split := _can_split(loader, splits, full_size):
+        if is_partitioned := _can_partition(loader, partitions, full_world_size):
             loader = clone(loader, pin_memory=loader.pin_memory or self._ahead)
         self.__dict__.update(loader.__dict__)
         self._loader = loader
-        if not is_split:
+        if not is_partitioned:
             self._source: Any = BatchSource(loader, has_length=False)
             sampler: Any = loader.sampler
             if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
@@ -89,7 +90,7 @@ class PreparedLoader(DataLoader[Any]):
             world_size=world_size,
             rank=rank,
             seed=seed,
-            layout=StepLayout(full_size),
+            layout=StepLayout(full_world_size),
         )
         source.change_partition(shares=shares if world_size == len(shares or ()) else None)
         self.sampler = self._worker_sampler = _WorkerSampler(source, seed, num_collectives)
@@ -294,12 +295,12 @@ class _WorkerSampler(DistributedSampler[Any]):
         return begun is None or begun < (self.num_collectives() or 0)
 
 
-def _can_split(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
-    if not splits or size_and_rank_of(loader) is not None:
+def _can_partition(loader: DataLoader[Any], partitions: _Partitions, full_world_size: int) -> bool:
+    if not partitions or size_and_rank_of(loader) is not None:
         return False
     if makes_own_batches(loader):
-        return splits == "always" or isinstance(loader.dataset, Stream)
-    if (reason := why_not_partitioned(loader)) and full_size > 1:
+        return partitions == "always" or isinstance(loader.dataset, Stream)
+    if (reason := why_not_partitioned(loader)) and full_world_size > 1:
         logger.warning(
             "Every worker reads all data of a loader, because %s. Select the data by "
             "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",

@@ -85,10 +85,10 @@ class Group:
 @pytest.mark.parametrize("kind", MAKE)
 def test_each_sample_counts_once_over_restarts_on_other_numbers_of_workers(kind):
     make, state, ledger = MAKE[kind], None, []
-    splits = "always" if kind in ("batch_sampler", "iterable") else True
+    partitions = "always" if kind in ("batch_sampler", "iterable") else True
     sizes, others = ((4, 2), (3, 1), (1, 2), (2, 2), (3, None)), set(active_children())
     for size, num_steps in sizes:
-        group = Group(make, size, state, splits=splits)
+        group = Group(make, size, state, partitions=partitions)
         ledger += group.train(num_steps)
         state = group.state()
     items = DATA[6:] if kind == "sampler" else DATA
@@ -100,11 +100,11 @@ def test_each_sample_counts_once_over_restarts_on_other_numbers_of_workers(kind)
         assert set(active_children()) <= others  # without a garbage collection, which waits for 5 s
         return
 
-    again = Group(make, 2, state, splits=splits)
+    again = Group(make, 2, state, partitions=partitions)
     first, second = list(again.train()), list(again.train())
     assert len(first) >= len(items) - 6 * (kind == "drop_last")
     assert (first != second) == (kind not in ("in order", "iterable"))
-    assert first == list(Group(make, 2, state, splits=splits).train())
+    assert first == list(Group(make, 2, state, partitions=partitions).train())
 
 
 def test_a_state_of_the_last_step_is_followed_by_an_empty_pass():
@@ -158,15 +158,15 @@ def test_a_loader_that_is_not_split_fits_the_same_number_of_workers():
         Group(MAKE["iterable"], 3, state)
     for wrong in (state, {}):
         with pytest.raises(ValueError, match=r"the state has \[.*the same add_dist_sampler"):
-            Group(MAKE["iterable"], 2, wrong, splits="always")
+            Group(MAKE["iterable"], 2, wrong, partitions="always")
     list(group.train())
     assert list(Group(MAKE["iterable"], 3, group.state()).train())[:3] == [0, 1, 2]
 
     distributed = DistributedSampler(DATA, 2, 0)
     Group(lambda: DataLoader(DATA, 3, sampler=distributed), 2).state()
-    for make, splits in ((MAKE["batch_sampler"], True), (MAKE["shuffled"], False)):
+    for make, partitions in ((MAKE["batch_sampler"], True), (MAKE["shuffled"], False)):
         with pytest.raises(ValueError, match=r"is random, and raysgd does not split it.*always"):
-            Group(make, 2, splits=splits).state()
+            Group(make, 2, partitions=partitions).state()
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "stream", "grouped"])

@@ -171,15 +171,15 @@ def test_loaders_that_cannot_be_partitioned_stay_as_they_are_with_a_warning(
     assert "add_dist_sampler=False" in caplog.text
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_a_loader_that_is_prepared_twice_is_partitioned_once(splits):
-    once = [prepared(loader(shuffle=True), rank, splits=splits) for rank in range(2)]
+@pytest.mark.parametrize("partitions", [False, True])
+def test_a_loader_that_is_prepared_twice_is_partitioned_once(partitions):
+    once = [prepared(loader(shuffle=True), rank, partitions=partitions) for rank in range(2)]
     parts = [rows(prepared(each, rank)) for rank, each in enumerate(once)]
     assert sorted(parts[0] + parts[1]) == list(range(20))
 
 
 @given(
-    full_size=st.integers(2, 5),
+    full_world_size=st.integers(2, 5),
     world_size=st.integers(1, 5),
     total=st.integers(1, 60),
     batch_size=st.integers(1, 6),
@@ -187,7 +187,7 @@ def test_a_loader_that_is_prepared_twice_is_partitioned_once(splits):
     drop_last=st.booleans(),
 )
 def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
-    full_size, world_size, total, batch_size, shuffle, drop_last
+    full_world_size, world_size, total, batch_size, shuffle, drop_last
 ):
     def steps(size, shares):
         loaders = [
@@ -196,7 +196,7 @@ def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
                 rank,
                 size,
                 ahead=False,
-                full_size=full_size,
+                full_world_size=full_world_size,
                 weigh=shares[rank].append,
             )
             for rank in range(size)
@@ -205,8 +205,8 @@ def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
         assert [len(loader) for loader in loaders] == [len(each) for each in passes]
         return list(zip(*passes, strict=True))
 
-    world_size = min(world_size, full_size)
-    expected = steps(full_size, [[] for _ in range(full_size)])
+    world_size = min(world_size, full_world_size)
+    expected = steps(full_world_size, [[] for _ in range(full_world_size)])
     shares = [[] for _ in range(world_size)]
     found = steps(world_size, shares)
     flat = [[sorted(set(itertools.chain(*step))) for step in each] for each in (found, expected)]
@@ -293,7 +293,7 @@ def test_a_worker_that_reads_alone_keeps_the_epoch_of_the_group(count, num_read)
 @pytest.mark.parametrize(("size", "clock"), [(2, itertools.count(1)), (1, itertools.repeat(0))])
 def test_a_pass_that_all_workers_leave_early_has_a_new_order_each_time(size, clock):
     data = loader(shuffle=True)
-    worker = prepared(data, 0, size, full_size=2, num_collectives=lambda: next(clock))
+    worker = prepared(data, 0, size, full_world_size=2, num_collectives=lambda: next(clock))
     assert len({tuple(next(iter(worker))[0].tolist()) for _ in range(4)}) == 4
 
 
