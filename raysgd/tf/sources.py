@@ -46,7 +46,7 @@ class KerasSources(DataSources):
                 f"TFTrainer does not partition a keras.utils.PyDataset, such as {loader!r}. Pass "
                 "arrays, a tf.data.Dataset, or an iterable of the batches of self.world_rank."
             )
-        settings, partition_arguments = self._settings, self._settings.partition_arguments
+        settings, arguments = self._settings, self._settings.partition_arguments
         if is_arrays(loader):
             return ArraySource(
                 loader,
@@ -55,11 +55,11 @@ class KerasSources(DataSources):
                 shuffle=self.shuffle,
                 seed=self._seed,
                 config_batch_size=settings.config_batch_size,
-                **partition_arguments,
+                **arguments,
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
             splits = settings.options.splits_batches
-            return DatasetSource(loader, training=training, splits=splits, **partition_arguments)
+            return DatasetSource(loader, training=training, splits_batches=splits, **arguments)
         why = "it is neither arrays nor a tf.data.Dataset"
         return BatchSource(
             loader, user_selects=not settings.options.add_dist_sampler, why_not_partitioned=why
@@ -149,7 +149,7 @@ class ArraySource(PartitionedSource):
 class DatasetSource(PartitionedSource):
     """A ``tf.data.Dataset``, whose batches are the items of the partition.
 
-    In training, every worker gets a batch in every step. If `splits`, the workers share each batch.
+    In each training step, every worker gets a batch, or a part of it if `splits_batches`.
     """
 
     knows_sizes = False
@@ -162,7 +162,7 @@ class DatasetSource(PartitionedSource):
         loader: Any,
         *,
         training: bool,
-        splits: bool = False,
+        splits_batches: bool = False,
         layout: StepLayout = BY_WORKERS,
         **partition_arguments: Any,
     ) -> None:
@@ -183,10 +183,10 @@ class DatasetSource(PartitionedSource):
             1,
             False,
             training=training,
-            layout=StepLayout(1) if splits else counted,
+            layout=StepLayout(1) if splits_batches else counted,
             **partition_arguments,
         )
-        self._layout, self._training, self._splits = layout, training, splits
+        self._layout, self._training, self._splits_batches = layout, training, splits_batches
         self._newest_plan = UpdatePlan()
         self._num_begun = 0
 
@@ -240,7 +240,7 @@ class DatasetSource(PartitionedSource):
     def _own_batches(
         self, iteration: _Iteration, offset: int, stop: int | None = None
     ) -> Iterator[Any]:
-        gives_whole_batches = not self._training and not self._splits
+        gives_whole_batches = not self._training and not self._splits_batches
         partition = self._partition
         size = partition.world_size if gives_whole_batches else partition.step_size
         while stop is None or offset < stop:
@@ -268,7 +268,7 @@ class DatasetSource(PartitionedSource):
         """Yield this worker's batch of a step, in micro-batches if it is large."""
         partition, sizes = self._partition, [_num_rows(batch) for batch in drawn]
         batch_size = max(sizes)
-        if self._splits:
+        if self._splits_batches:
             batch_size = -(-batch_size // self._layout.num_full_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         may_split = partition.may_split and self._layout.num_parts is not None
