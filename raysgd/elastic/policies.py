@@ -27,7 +27,9 @@ class Policy:
     max_attempts: int = 10
     """Number of times that workers may be lost before a call begins."""
     may_grow: bool = True
+    """Whether replacement workers may start."""
     keeps_snapshots: bool = True
+    """Whether all workers can restart from a snapshot."""
 
     @property
     def rescues_state(self) -> bool:
