@@ -64,18 +64,18 @@ class PreparedLoader(DataLoader[Any]):
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
         loader, full_world_size = without_states(loader), full_world_size or world_size
-        self._worker_sampler: _WorkerSampler | None = None
+        self._passes: Any = _Passes()
         self._device, self._weigh, self._world_size = device, weigh, world_size
         self._ahead = ahead and device is not None and device.type == "cuda"
-        self._start = 0, 0
-        """Epoch of the next pass, and the offset if a state was loaded."""
-        self._pass: tuple[int, int, int | None] | None = None
-        """Epoch and offset of the current pass, and the collectives before it."""
-        if is_partitioned := _can_partition(loader, partitions, full_world_size):
+        self._pass_position: tuple[int, int, int | None] | None = None
+        """Epoch and offset of the newest pass until its end, and the collectives before it."""
+        self._is_partitioned = _can_partition(loader, partitions, full_world_size)
+        if self._is_partitioned:
             loader = clone(loader, pin_memory=loader.pin_memory or self._ahead)
         self.__dict__.update(loader.__dict__)
         self._loader = loader
-        if not is_partitioned:
+        if not self._is_partitioned:
+            self._weigh = lambda weight: None  # only the user knows which samples a worker has
             self._source: Any = BatchSource(loader, has_length=False)
             sampler: Any = loader.sampler
             if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
@@ -93,7 +93,7 @@ class PreparedLoader(DataLoader[Any]):
             layout=StepLayout(full_world_size),
         )
         source.change_partition(shares=shares if world_size == len(shares or ()) else None)
-        self.sampler = self._worker_sampler = _WorkerSampler(source, seed, num_collectives)
+        self.sampler = self._passes = _WorkerSampler(source, seed, num_collectives)
         if loader.batch_size is not None:
             self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)
 
@@ -104,42 +104,31 @@ class PreparedLoader(DataLoader[Any]):
         return len(self._source)
 
     def __iter__(self) -> Any:
-        sampler, (epoch, offset) = self._worker_sampler, self._next_position()
-        self._pass = None
-        if sampler is None:  # `BatchSource` would keep the iterator of a loop that the user leaves
-            batches: Iterator[Any] = itertools.islice(iterate_once(self._loader), offset, None)
-        else:
-            batches = self._source.batches(epoch, offset)
+        epoch, offset = self._passes.begin()
+        self._pass_position = None
+        if self._is_partitioned:
+            batches: Iterator[Any] = self._source.batches(epoch, offset)
+        else:  # `BatchSource` would keep the iterator of a loop that the user leaves
+            batches = itertools.islice(iterate_once(self._loader), offset, None)
         if (device := self._device) is not None and self._ahead:
             batches = _prefetch(batches, device)
         elif device is not None:
             batches = (move_to_device(batch, device) for batch in batches)
-        if sampler is not None:
-            batches = sampler.track_pass(batches, epoch)
-        return self._track_position(batches, epoch, offset)
+        return self._track_position(self._passes.track(batches, epoch, offset), epoch, offset)
 
-    def _track_position(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
+    def _track_position(self, batches: Iterator[Any], epoch: int, offset: int) -> Iterator[Any]:
         """Yield the batches of a pass. Set its position, and the weight of each batch."""
-        offset, sampler, source = start, self._worker_sampler, self._source
-        begun = None if sampler is None else sampler.num_collectives()
+        begun, source = self._passes.num_collectives(), self._source
         try:
             for batch in batches:
-                if sampler is not None:
-                    plan = source.plan(offset, 1)
-                    self._weigh(plan.num_samples * self._world_size / (plan.total_samples or 1))
+                plan = source.plan(offset, 1)
+                self._weigh(plan.num_samples * self._world_size / (plan.total_samples or 1))
                 offset = source.offset_after(offset, 1)
-                self._pass = epoch, offset, begun
+                self._pass_position = epoch, offset, begun
                 yield batch
-                if sampler is None or sampler.has_trained_since(begun):
-                    self._start = epoch + 1, 0
         finally:
-            if sampler is not None:
-                self._weigh(1.0)
-        self._pass = None
-        if sampler is None or start > 0:  # all workers have loaded the rest, which can be empty
-            self._start = epoch + 1, 0
-            if sampler is not None and sampler.epoch == epoch:
-                sampler.set_epoch(epoch + 1)
+            self._weigh(1.0)
+        self._pass_position = None
 
     # ---- the position
 
@@ -152,13 +141,13 @@ class PreparedLoader(DataLoader[Any]):
             ValueError: if the order of a loader that is not split is random.
         """
         self._check_order()
-        (epoch, offset), sampler = self._next_position(), self._worker_sampler
-        if self._pass and (sampler is None or sampler.has_trained_since(self._pass[2])):
-            epoch, offset, _ = self._pass
-        if sampler is None:
+        epoch, offset = self._passes.begin()
+        if self._pass_position and self._passes.has_trained_since(self._pass_position[2]):
+            epoch, offset, _ = self._pass_position
+        if not self._is_partitioned:
             return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
         data = dict(self._source.resume_info(epoch, offset))
-        return {"epoch": epoch, "offset": offset, "seed": sampler.seed, "data": data}
+        return {"epoch": epoch, "offset": offset, "seed": self._passes.seed, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at the result of `state_dict`.
@@ -169,35 +158,29 @@ class PreparedLoader(DataLoader[Any]):
                 loader, and the state is of another number of workers within an epoch.
         """
         self._check_order()
-        epoch, offset, sampler = state.get("epoch", 0), state.get("offset"), self._worker_sampler
-        if offset is None or (sampler is None) != ("seed" not in state):
+        epoch, offset = state.get("epoch", 0), state.get("offset")
+        if offset is None or self._is_partitioned != ("seed" in state):
             raise ValueError(
                 f"load_state_dict(...): the state has {list(state)}, so its loader is of another "
                 "kind. Pass the state of a loader with the same add_dist_sampler as this one."
             )
-        if sampler is None:
-            if offset and state["num_workers"] != self._world_size:
-                raise ValueError(
-                    f"load_state_dict(...): the state is of {state['num_workers']} workers within "
-                    f"an epoch, and there are {self._world_size}. {_ADVICE}"
-                )
-        else:
+        if self._is_partitioned:
             self._source.check_resume_info(state["data"])
-            sampler.seed = state["seed"]
+            self._passes.seed = state["seed"]
             self._source.reseed(state["seed"], state["seed"])
             self._source.load_resume_info(state["data"])
-            sampler.set_epoch(epoch)
-        self._start, self._pass = (epoch, offset), None
-
-    def _next_position(self) -> tuple[int, int]:
-        """Return the epoch and the offset of the next pass."""
-        epoch = self._start[0] if self._worker_sampler is None else self._worker_sampler.begin()
-        return epoch, self._start[1] if self._start[0] == epoch else 0
+        elif offset and state["num_workers"] != self._world_size:
+            raise ValueError(
+                f"load_state_dict(...): the state is of {state['num_workers']} workers within an "
+                f"epoch, and there are {self._world_size}. {_ADVICE}"
+            )
+        self._passes.epoch, self._passes.loaded = epoch, {epoch: offset}
+        self._pass_position = None
 
     def _check_order(self) -> None:
         known = isinstance(self._loader.dataset, IterableDataset) or size_and_rank_of(self._loader)
         sampler = self._loader.batch_sampler if makes_own_batches(self._loader) else self.sampler
-        if self._worker_sampler is None and not known and type(sampler) is not SequentialSampler:
+        if not self._is_partitioned and not known and type(sampler) is not SequentialSampler:
             raise ValueError(
                 f"This loader has no position, because the order of its {type(sampler).__name__} "
                 f"is random, and raysgd does not split it. {_ADVICE}"
@@ -224,20 +207,23 @@ def _prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     yield from ready
 
 
-class _WorkerSampler(DistributedSampler[Any]):
-    """Offers the epoch of a `MapStyleSource`, and this worker's indices, like PyTorch does."""
+class _Passes:
+    """Counts the passes over a loader. After a pass that counts, the next epoch begins.
 
-    def __init__(self, source: Any, seed: int, num_collectives: Callable[[], int | None]) -> None:
-        self._order = source.order_sampler  # None for a stream
-        size, rank = source.partition.world_size, source.partition.rank
-        shuffle = is_plain_shuffle(self._order)
-        counted: Any = self._order or ()  # a stream has no sampler
-        super().__init__(counted, size, rank, shuffle=shuffle, seed=seed)
-        self.source = source
-        self.dataset = source.loader.dataset
-        self.num_collectives = num_collectives if size > 1 else lambda: None
-        self._last_pass: tuple[int, int | None] = -1, None
-        """Arguments of `_advance_if_trained` for the last complete pass."""
+    One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass
+    counts if the workers communicate during it. If they communicated before, they may also do it
+    between its last item and the next pass. Without a count of collectives, a pass counts from its
+    second item, or at its end.
+    """
+
+    num_collectives: Callable[[], int | None] = staticmethod(lambda: None)
+    loaded: Mapping[int, int] = {}
+    """Epoch and offset of a loaded state, until a pass counts."""
+    is_alone = False  # there is one worker, and all of its passes count
+    _order: Any = None  # sampler of the user
+    _epoch = 0
+    _complete: tuple[int, int] | None = None
+    """Arguments of `_count` for the last complete pass, which may still count."""
 
     @property
     def epoch(self) -> int:
@@ -247,52 +233,65 @@ class _WorkerSampler(DistributedSampler[Any]):
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch, self._last_pass = epoch, (-1, None)
+        self._epoch, self._complete = epoch, None
         if hasattr(self._order, "set_epoch"):
             self._order.set_epoch(epoch)
+
+    def begin(self) -> tuple[int, int]:
+        """Return the epoch and the offset of a new pass."""
+        if self._complete is not None:
+            self._count(*self._complete)
+        return self.epoch, self.loaded.get(self.epoch, 0)
+
+    def track(self, items: Iterator[Any], epoch: int, start: int | None = None) -> Iterator[Any]:
+        """Yield the items of a pass. `start` is its offset if it uses the loaded state."""
+        begun, is_over = self.num_collectives(), False
+        try:
+            for item in items:
+                yield item
+                if self._count(epoch, begun) and start is not None:
+                    self.loaded = {}
+            is_over = True
+            if start:  # it counts: all workers have loaded the rest, which can be empty
+                begun, self.loaded = None, {}
+        finally:
+            if is_over or begun or self.is_alone:
+                self._count(epoch, begun)
+            if is_over and begun and self.epoch == epoch:
+                self._complete = epoch, begun
+
+    def _count(self, epoch: int, begun: int | None) -> bool:
+        """Begin the next epoch if a pass of `epoch` counts. Return whether it does."""
+        counts = self.has_trained_since(begun)
+        if counts and self.epoch == epoch:
+            self.epoch += 1
+        return counts
+
+    def has_trained_since(self, begun: int | None) -> bool:
+        """Return whether the workers have trained since there were `begun` collectives."""
+        return begun is None or begun < (self.num_collectives() or 0)
+
+
+class _WorkerSampler(_Passes, DistributedSampler[Any]):
+    """Offers the epoch of a `MapStyleSource`, and this worker's indices, like PyTorch does."""
+
+    def __init__(self, source: Any, seed: int, num_collectives: Callable[[], int | None]) -> None:
+        order, partition = source.order_sampler, source.partition
+        size, rank = partition.world_size, partition.rank
+        counted: Any = order or ()  # a stream has no sampler
+        super().__init__(counted, size, rank, shuffle=is_plain_shuffle(order), seed=seed)
+        self._order = order  # late, because the line above sets the epoch to 0
+        self.source = source
+        self.dataset = source.loader.dataset
+        self.is_alone = size == 1
+        self.num_collectives = (lambda: None) if self.is_alone else num_collectives
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.source.partition.spans())
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.begin()
-        return self.track_pass(self.source.indices(epoch), epoch)
-
-    def begin(self) -> int:
-        """Return the epoch of a new pass."""
-        self._advance_if_trained(*self._last_pass)
-        return self.epoch
-
-    def track_pass(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
-        """Yield the items of a pass. The next pass has the next epoch if this one counts.
-
-        One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass
-        counts if the workers communicate during it. If they communicated before, they may also do
-        it between its last item and the next pass. Without a count of collectives, a pass counts
-        from its second item, or at its end.
-        """
-        begun, is_over = self.num_collectives(), False
-        try:
-            for item in items:
-                yield item
-                self._advance_if_trained(epoch, begun)
-            is_over = True
-        finally:
-            if is_over or begun or self.source.partition.world_size == 1:
-                self._advance_if_trained(epoch, begun)
-            if is_over and begun and self.epoch == epoch:
-                self._last_pass = epoch, begun
-
-    def _advance_if_trained(self, epoch: int, begun: int | None) -> None:
-        if self.epoch == epoch and self.has_trained_since(begun):
-            self.set_epoch(epoch + 1)
-
-    def has_trained_since(self, begun: int | None) -> bool:
-        """Return whether the workers have trained since there were `begun` collectives."""
-        return begun is None or begun < (self.num_collectives() or 0)
+        epoch, _ = self.begin()
+        return self.track(self.source.indices(epoch), epoch)
 
 
 def _can_partition(loader: DataLoader[Any], partitions: _Partitions, full_world_size: int) -> bool:
