@@ -107,9 +107,9 @@ class KerasOptimization(UpdateFeature):
             why = "train_batch calls self.minimize() several times"
             self._train_state.micro_batching.refuse_split(why)
         update.optimizer_steps.request(optimizer)
-        # Without counted items, the planned total is exact: the factor of `earlier` is always 1.0.
-        weight = update.loss_weights.add(LossCount(), collectives.size).loss
-        if weight != 1.0:
+        factors = update.loss_weights.add(LossCount(), collectives.size)
+        assert factors.earlier == 1.0  # without counted items, the planned total is exact
+        if (weight := factors.loss) != 1.0:
             gradients = [g if g is None else g * tf.constant(weight, g.dtype) for g in gradients]
         if not update.has_one_micro_batch:
             earlier = self._accumulated.get(id(optimizer))
