@@ -171,8 +171,8 @@ class Controller:
             following = None
             for action in actions:
                 assert following is None  # only the last action returns an event
-                if isinstance(action, state_machine.RunCall):  # here, for short tracebacks of users
-                    following = self._supervisor.make_attempt(action)
+                if action in (Do.RUN_CALL, Do.REPLAY):  # here, for short tracebacks of users
+                    following = self._supervisor.make_attempt(is_replay=action is Do.REPLAY)
                 else:
                     following = self._execute(action)
             if following is None:

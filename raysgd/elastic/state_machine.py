@@ -4,7 +4,7 @@ The controller executes the actions in order. The last one may return the next e
 `docs/architecture.md` lists the transitions. After the loss of a worker, for example::
 
     WorkersLost → RemoveLost, CHECK_GROUP → GroupChecked → REJOIN → GroupFormed
-                → CHECK_GROUP → GroupChecked → RunCall
+                → CHECK_GROUP → GroupChecked → RUN_CALL
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ class Do(Enum):
     CHECK_SNAPSHOT = "look whether new workers would have a state"
     RESTART = "stop the members, start all workers, and load the snapshot"
     COLLECT_METRICS = "collect the metrics of all workers before they stop"
+    RUN_CALL = "send the call to the workers, and wait for its end"
+    REPLAY = "run the call that repeats steps lost with all workers"
 
 
 @dataclass(frozen=True)
@@ -189,14 +191,6 @@ class RemoveLost:
     """Remove lost workers from the group."""
 
     lost: LostWorkers
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunCall:
-    """Send the call to the workers, and wait for its end."""
-
-    is_replay: bool
-    """Whether to run the call that repeats steps lost with all workers."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,7 @@ class Fail:
     lost: LostWorkers = field(default_factory=dict)
 
 
-Action = Do | RemoveLost | RunCall | DiscardWorkers | Fail
+Action = Do | RemoveLost | DiscardWorkers | Fail
 Transition = tuple[GroupState, tuple[Action, ...]]
 
 
@@ -290,7 +284,7 @@ def _after_group_check(state: GroupState, event: GroupChecked, policy: Policy) -
             return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
         return Starting(budget), (Do.RESTART,)
     running = Running(replace(budget, has_begun=budget.has_begun or not event.must_replay))
-    return running, (RunCall(is_replay=event.must_replay),)
+    return running, (Do.REPLAY if event.must_replay else Do.RUN_CALL,)
 
 
 def _after_worker_failure(state: Broken, lost: LostWorkers, policy: Policy) -> Transition:

@@ -182,7 +182,7 @@ class Supervisor:
             run.replay = call.make_replay(before)
         return run.replay is not None
 
-    def make_attempt(self, action: state_machine.RunCall) -> state_machine.GroupEvent:
+    def make_attempt(self, is_replay: bool) -> state_machine.GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         run, call = self.call_run, self._record.call
         if self._preemption.must_save and call.can_pause:
@@ -192,7 +192,7 @@ class Supervisor:
         run.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
             self._commands.pause_at(None)
-        if action.is_replay:
+        if is_replay:
             assert run.replay is not None
             call = run.replay
         elif run.needs_goal and call.make_request is not None:
@@ -212,7 +212,7 @@ class Supervisor:
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
-        return self._end_attempt(call, action, attempt, polled)
+        return self._end_attempt(call, is_replay, attempt, polled)
 
     def _pack_request(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
@@ -237,7 +237,7 @@ class Supervisor:
         return packed, inbox
 
     def _end_attempt(
-        self, call: Call, action: state_machine.RunCall, attempt: Attempt, polled: Progress | None
+        self, call: Call, is_replay: bool, attempt: Attempt, polled: Progress | None
     ) -> state_machine.GroupEvent:
         """Let the components observe the group after an attempt, and return its event."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
@@ -249,7 +249,7 @@ class Supervisor:
             self._observe(progress)
         if not attempt.has_failed:
             paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
-            is_complete = not paused and not action.is_replay
+            is_complete = not paused and not is_replay
             if is_complete:
                 self._snapshots.await_changes()
             outcomes = [attempt.outcomes[member] for member in attempt.members]

@@ -54,7 +54,7 @@ RESULTS = {
     Do.REJOIN: formed | failed | lost | state_lost,
     Do.RESTART: formed,
     Do.CHECK_SNAPSHOT: checked,
-    state_machine.RunCall: lost | returned | stopped,
+    **dict.fromkeys((Do.RUN_CALL, Do.REPLAY), lost | returned | stopped),
 }
 """Strategies for the next event, by last action."""
 
@@ -147,7 +147,7 @@ def test_a_call_costs_no_more_than_its_budget(steps):
 @given(lives())
 def test_a_call_runs_only_on_a_group_that_is_ready(steps):
     for state, event, after, actions in steps:
-        runs = any(key(action) is state_machine.RunCall for action in actions)
+        runs = Do.RUN_CALL in actions or Do.REPLAY in actions
         if runs:
             assert isinstance(state, Ready)
             assert event.num_workers >= state.budget.min_workers
