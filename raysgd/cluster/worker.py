@@ -86,7 +86,7 @@ class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
-WORK_METHODS = ("create", "join_group", "handle", "execute", "teardown")
+WORK_METHODS = ("create", "set_up", "rejoin", "handle", "execute", "teardown")
 """Methods that run one at a time. The other methods run in parallel with them, as *control*."""
 
 
@@ -108,7 +108,6 @@ class Worker:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.runner: Runner | None = None  # `teardown` can unset it while control threads run
         self._backend: CollectiveBackend | None = None
-        self._rank = 0
         self._is_remote = is_remote
         if is_remote:
             send_classes_of_the_script()
@@ -116,7 +115,7 @@ class Worker:
         self._terminated_at: float | None = None
         if catches_sigterm:
             process.catch_sigterm(self._record_sigterm)
-        self._generation = 0
+        self._context = WorkerContext()
         self._generation_lock = threading.RLock()
         """Held while the worker handles a message to this generation, so that the next one cannot
         start. A signal handler in the driver's process may take the lock again."""
@@ -154,36 +153,41 @@ class Worker:
 
         return self._outcome_of(create)
 
-    def join_group(
-        self, context: WorkerContext, rendezvous: Any, leader_rank: int | None, alone: bool = False
-    ) -> Outcome:
-        """Join the process group of a generation. Then run `setup`, or load the leader's state.
+    def set_up(self, context: WorkerContext, rendezvous: Any) -> Outcome:
+        """Prepare the process, join a process group, and run `setup`.
 
-        Without a leader, first prepare the process. A replacement worker sets up `alone`, in a
-        group of one, while the others train.
+        A replacement worker sets up alone, in a group of one, while the others train.
         """
-        with self._generation_lock:
-            self._generation = context.generation
-        self._rank = context.world_rank
-        group = replace(context, world_rank=0, world_size=1) if alone else context
 
-        def join() -> str | None:
-            if leader_rank is None:
-                self._hosted.prepare(context)
-            if self._backend is not None:
-                self._backend.teardown()
-                self._backend.setup(group, rendezvous)
-            self._interruption = None
-            self._hosted.set_interrupted(False)
-            self._hosted.pause_at(None)
-            if leader_rank is None:
-                self._hosted.setup(replace(context, is_alone=alone))
-                if alone:
-                    self._hosted.warm_up()
-                return None
+        def set_up() -> None:
+            self._join_group(context, rendezvous, prepare=True)
+            self._hosted.setup(context)
+            if context.is_alone:
+                self._hosted.warm_up()
+
+        return self._outcome_of(set_up)
+
+    def rejoin(self, context: WorkerContext, rendezvous: Any, leader_rank: int) -> Outcome:
+        """Join the process group of the next generation, and load the leader's state."""
+
+        def rejoin() -> str | None:
+            self._join_group(context, rendezvous)
             return self._hosted.rejoin(context, leader_rank)
 
-        return self._outcome_of(join)
+        return self._outcome_of(rejoin)
+
+    def _join_group(self, context: WorkerContext, rendezvous: Any, prepare: bool = False) -> None:
+        with self._generation_lock:
+            self._context = context
+        if prepare:
+            self._hosted.prepare(context)
+        if self._backend is not None:
+            group = replace(context, world_rank=0, world_size=1) if context.is_alone else context
+            self._backend.teardown()
+            self._backend.setup(group, rendezvous)
+        self._interruption = None
+        self._hosted.set_interrupted(False)
+        self._hosted.pause_at(None)
 
     def handle(
         self, request: Request | PackedValue | Address, inbox: Address | None = None
@@ -206,7 +210,7 @@ class Worker:
         Ignore a late message to an older `generation`.
         """
         with self._generation_lock:
-            if generation is not None and generation < self._generation:
+            if generation is not None and generation < self._context.generation:
                 return
             self._interruption = self._interruption or "interrupted"
             if (runner := self.runner) is not None:
@@ -251,7 +255,7 @@ class Worker:
     def pause_at(self, generation: int, step: int | None) -> int:
         """Make the call of a generation pause at a step. Return the current step."""
         with self._generation_lock:
-            if generation < self._generation:
+            if generation < self._context.generation:
                 return self._hosted.progress().position.global_step
             return self._hosted.pause_at(step)
 
@@ -335,18 +339,18 @@ class Worker:
             error.add_note(advice)
         elif self._backend is not None and _has_cause(error, self._backend.is_communication_error):
             kind = "communication"
-        progress = self._safe_progress()
+        progress, rank = self._safe_progress(), self._context.world_rank
         if min_splits and kind == "user":
             error = _strip(error)  # its frames hold memory that the repeated call needs
         if kind == "user":  # users often read only this line
             failed_at = progress.process.failed_at
-            where = f"Raised on worker {self._rank}", failed_at, last_frame(text)[0]
+            where = f"Raised on worker {rank}", failed_at, last_frame(text)[0]
             notes = getattr(error, "__notes__", ())  # the error may have been raised before
             error.__notes__ = [each for each in notes if not each.startswith("Raised on worker ")]
             error.add_note(", ".join(filter(None, where)))
         if not self._is_remote:
             return Outcome(kind, error, progress, min_splits=min_splits)
-        text = f"Raised on worker {self._rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
+        text = f"Raised on worker {rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
         bare = _strip(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
         packed = _pack_error(bare) if kind == "user" else pack(_as_text(bare))

@@ -265,17 +265,17 @@ class GroupFormer:
         )
         shares = self._share_balancer.configured_for(members)
         context_of = {m: replace(c, shares=shares) for m, c in zip(members, contexts, strict=True)}
+        rendezvous = self._backend and self._backend.prepare([m.info.node_ip for m in members])
         if leader is None:
             self._starter.record_set_up(context_of)
-        rendezvous = None
-        if self._backend is not None:
-            rendezvous = self._backend.prepare([m.info.node_ip for m in members])
-        calls = {
-            member: member.submit_work(Worker.join_group, context, rendezvous, leader)
-            for member, context in context_of.items()
-        }
-        task = "set up" if leader is None else "join a new generation"
-        attempt = self._await_phase(calls, task, kills_stopped=leader is not None)
+            calls = {m: m.submit_work(Worker.set_up, c, rendezvous) for m, c in context_of.items()}
+            attempt = self._await_phase(calls, "set up")
+        else:
+            calls = {
+                m: m.submit_work(Worker.rejoin, c, rendezvous, leader)
+                for m, c in context_of.items()
+            }
+            attempt = self._await_phase(calls, "join a new generation", kills_stopped=True)
         if self._backend is not None and not attempt.has_failed:
             self._backend.release_rendezvous()
         return attempt

@@ -95,10 +95,10 @@ class PendingWorker:
                 distributed=self.group.options.num_workers > 1,
                 num_cpus=self.group.options.num_cpus,
             )
-            self.context = replace(alone, world_rank=self.rank, world_size=self.size)
+            self.context = replace(alone, world_rank=self.rank, world_size=self.size, is_alone=True)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.starter.record.generation)
-        return handle.submit_work(Worker.join_group, context, None, None, True)
+        return handle.submit_work(Worker.set_up, context, None)
 
     def _await_outcome(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
         yield from self._wait_for(answer, phase, self.starter.timeout_s)
@@ -334,7 +334,7 @@ class WorkerStarter:
         """Record that pending workers set up together, in these contexts."""
         for worker in self._pending:
             if (handle := worker.handle) is not None and handle in contexts:
-                worker.context, worker.phase = contexts[handle], "set up"
+                worker.context, worker.phase = replace(contexts[handle], is_alone=True), "set up"
 
     def forget_joined(self, handles: Collection[WorkerHandle]) -> None:
         for worker in [each for each in self._pending if each.handle in handles]:

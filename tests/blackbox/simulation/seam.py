@@ -182,6 +182,8 @@ class Task:
     def __post_init__(self):
         if self.method == "handle":
             self.request = self.arguments[0].unpack()
+        joins = self.method in ("set_up", "rejoin")
+        self.meets = joins and not self.arguments[0].is_alone
 
 
 @dataclass
@@ -191,7 +193,7 @@ class Meeting:
     token: int
     size: int
     context: Any
-    leader: int | None
+    leader: int | None = None
     """Rank whose state all workers copy; None if each has the state of its setup."""
 
 
@@ -420,12 +422,12 @@ class SimMember(WorkerHandle):
     @property
     def meeting(self):
         """The rendezvous of the current task."""
-        context, (token, size), leader = self.task.arguments
-        return Meeting(token, size, context, leader)
+        context, (token, size), *leader = self.task.arguments
+        return Meeting(token, size, context, *leader)
 
     def is_meeting(self, token):
         """Whether it waits at this rendezvous."""
-        in_it = self.is_at("join_group") and len(self.task.arguments) == 3
+        in_it = self.task and self.task.meets and self.is_at(self.task.method)
         return in_it and self.meeting.token == token
 
     def is_at(self, method):
@@ -443,7 +445,7 @@ class SimMember(WorkerHandle):
                 self.end("ok")
             elif task.method == "teardown":
                 self.queue.pop(0).future.set_result(None)
-            elif task.method == "join_group" and len(task.arguments) == 3:
+            elif task.meets:
                 self._world.meet(self)
                 return
             elif self.is_at("leaving"):
@@ -493,7 +495,7 @@ class SimMember(WorkerHandle):
         if task.method == "create":
             if took_s >= self.start_s:
                 self.end("ok")
-        elif task.method == "join_group" and len(task.arguments) == 4:
+        elif task.method == "set_up" and not task.meets:
             if took_s < self.setup_s:
                 return
             if self.setup_error is not None:

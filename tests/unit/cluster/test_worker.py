@@ -177,7 +177,7 @@ def test_in_the_drivers_process_nothing_is_pickled():
 
 
 def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worker):
-    worker.join_group(WorkerContext(world_rank=3, world_size=4), None, 0)
+    worker.rejoin(WorkerContext(world_rank=3, world_size=4), None, 0)
     outcome = pickle.loads(pickle.dumps(call(worker, fail_with(PlainError("bad batch")))))
     assert outcome.kind == "user"
     error = outcome.exception()
@@ -306,18 +306,21 @@ def test_an_exception_does_not_keep_frames_alive(worker, error):
     assert error.__traceback__ is error.__cause__ is error.__context__ is None
 
 
-def test_failure_after_an_interruption_is_no_user_error(worker):
+def test_an_interruption_and_a_pause_end_with_their_generation(worker):
     worker.interrupt()
     assert ("interrupt", True) in worker.runner.calls
     assert "interrupt" in worker._backend.calls
     assert call(worker, fail_with(PlainError())).kind == "interrupted"
-    worker.join_group(WorkerContext(generation=2), None, 0)
+    worker.pause_at(0, 9)
+    worker.rejoin(WorkerContext(generation=2), None, 0)
+    pauses = [step for name, step, *_ in worker.runner.calls if name == "pause"]
+    assert pauses == [9, None]
     assert call(worker, fail_with(PlainError())).kind == "user"
 
 
 def test_late_messages_do_not_affect_the_next_generation(worker):
     worker.runner.step = 4
-    worker.join_group(WorkerContext(generation=3), None, 0)
+    worker.rejoin(WorkerContext(generation=3), None, 0)
     del worker.runner.calls[:], worker._backend.calls[:]
     worker.interrupt(2)
     assert worker.pause_at(2, 9) == 4
@@ -330,7 +333,7 @@ def test_late_messages_do_not_affect_the_next_generation(worker):
 
 
 def test_next_generation_waits_for_messages_to_the_previous_one(worker):
-    worker.join_group(WorkerContext(generation=1), None, 0)
+    worker.rejoin(WorkerContext(generation=1), None, 0)
     interrupting, go_on = threading.Event(), threading.Event()
 
     def interrupt():
@@ -343,7 +346,7 @@ def test_next_generation_waits_for_messages_to_the_previous_one(worker):
     with ThreadPoolExecutor(2) as threads:
         threads.submit(worker.interrupt, 1)
         assert interrupting.wait(10)
-        entered = threads.submit(worker.join_group, WorkerContext(generation=2), None, 0)
+        entered = threads.submit(worker.rejoin, WorkerContext(generation=2), None, 0)
         assert not wait([entered], timeout=0.2).done
         go_on.set()
         assert entered.result(10).kind == "ok"
@@ -360,14 +363,6 @@ def test_a_pause_is_neither_a_result_nor_a_failure(worker):
     assert (outcome.kind, outcome.payload, outcome.progress.position[2]) == ("paused", None, 4)
     worker.interrupt()
     assert call(worker, fail_with(PausedError())).kind == "paused"
-
-
-def test_a_pause_ends_with_its_generation(worker):
-    worker.join_group(WorkerContext(generation=1), None, 0)
-    worker.pause_at(1, 9)
-    worker.join_group(WorkerContext(generation=2), None, 0)
-    pauses = [step for name, step, *_ in worker.runner.calls if name == "pause"]
-    assert pauses[-2:] == [9, None]
 
 
 def test_a_snapshot_is_pickled_if_there_is_one(worker):
@@ -429,8 +424,8 @@ def test_enter_sets_up_the_process_group_before_the_runner(worker):
     worker.runner.setup = lambda context: order.append("setup")
     worker.runner.rejoin = lambda context, leader_rank: order.append(("rejoin", leader_rank))
     worker.runner.warm_up = lambda: order.append("warm-up")
-    worker.join_group(WorkerContext(generation=1), "here", None)
-    worker.join_group(WorkerContext(generation=2), "there", 1)
+    worker.set_up(WorkerContext(generation=1), "here")
+    worker.rejoin(WorkerContext(generation=2), "there", 1)
     first = ["prepare", "left", ("group", "here"), "setup"]
     assert order == [*first, "left", ("group", "there"), ("rejoin", 1)]
 
@@ -440,11 +435,11 @@ def test_replacement_sets_up_alone_warms_up_and_knows_its_rank(worker):
     seen = []
     worker.runner.setup = seen.append
     worker.runner.warm_up = lambda: seen.append("warm-up")
-    assert worker.join_group(context, None, None, True).kind == "ok"
+    assert worker.set_up(replace(context, is_alone=True), None).kind == "ok"
     alone = worker._backend.context
     assert (alone.world_rank, alone.world_size, alone.generation) == (0, 1, 4)
     assert seen == [replace(context, is_alone=True), "warm-up"]
-    worker.join_group(context, "there", 0)
+    worker.rejoin(context, "there", 0)
     assert worker._backend.context == context
 
 

@@ -151,7 +151,7 @@ GPUS = ("1", "3")
 
 def setups(member):
     """Return the arguments of the calls in which a worker sets up, whose answers still wait."""
-    return [task.arguments for task in member.queue if task.method == "join_group"]
+    return [task.arguments for task in member.queue if task.method == "set_up"]
 
 
 def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
@@ -162,8 +162,8 @@ def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
     world.workers[2].die("OOM")
     controller._starter.advance()
     for rank, member in ((3, world.workers[3]), (2, world.workers[4])):
-        ((context, rendezvous, leader, alone),) = setups(member)
-        assert (rendezvous, leader, alone) == (None, None, True)
+        ((context, rendezvous),) = setups(member)
+        assert (rendezvous, context.is_alone) == (None, True)
         assert (context.world_rank, context.world_size) == (rank, 4)
         assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", GPUS, 0)
         assert (context.generation, context.num_cpus) == (controller.record.generation, 1)
@@ -185,7 +185,7 @@ def test_a_worker_that_sets_up_again_sees_the_same_gpus(world):
     world.drive(2)
     ((before, *_),) = together
     ((after, *_),) = alone
-    assert after == replace(before, generation=after.generation)
+    assert after == replace(before, generation=after.generation, is_alone=True)
     assert after.generation > before.generation
 
 
