@@ -65,8 +65,8 @@ class GroupFormer:
             return self._discard_pending(lost)
         joining, leaving = self._starter.membership_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
-        if isinstance(event := self._discard_pending(lost), state_machine.WorkersLost):
-            return event
+        if lost:
+            return self._discard_pending(lost)
         self._share_balancer.observe(answers)
         of_members = {member: answers[member] for member in self._group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
@@ -78,7 +78,6 @@ class GroupFormer:
         if is_damaged and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
             return state_machine.StateLost(why=why)
-        joining = [member for member in joining if member in answers]
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
         self._rescue_shards(staying)
