@@ -71,11 +71,7 @@ class GroupFormer:
         of_members = {member: answers[member] for member in self._group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
         self._record.set_progress(answers[leader])
-        # Without a snapshot, remote workers start again from `setup`.
-        can_restart = self._snapshots.receive() or not self._group.options.is_inline
-        can_restart = can_restart and not self._record.call.replaces_state
-        is_damaged = answers[leader].held_state.condition == "damaged"
-        if is_damaged and policy.keeps_snapshots and can_restart:
+        if self._lacks_good_state(answers[leader]):
             why = "a failed step has changed the parameters of all workers"
             return state_machine.StateLost(why=why)
         if not set(leaving).isdisjoint(staying):
@@ -98,6 +94,13 @@ class GroupFormer:
         for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
             logger.warning("%s", warning)
         return state_machine.GroupFormed()
+
+    def _lacks_good_state(self, of_leader: Progress) -> bool:
+        """Return whether the newest state is damaged, and all workers can restart from another."""
+        # Without a snapshot, remote workers start again from `setup`.
+        has_other = self._snapshots.receive() or not self._group.options.is_inline
+        may_restart = self._policy.keeps_snapshots and not self._record.call.replaces_state
+        return of_leader.held_state.condition == "damaged" and has_other and may_restart
 
     def _rescue_shards(self, staying: Sequence[WorkerHandle]) -> None:
         """Copy shards of the workers that leave to one that stays, if there may be no others."""
