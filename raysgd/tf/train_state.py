@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from keras.src.random.seed_generator import global_seed_generator
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
-from raysgd._internal.nested import try_copy
+from raysgd._internal.nested import load_or_restore, try_copy
 from raysgd.loop.feature import MicroBatching
 from raysgd.loop.state_access import StateAccess, check_objects
 from raysgd.loop.train_state import RandomGenerators, TrainState
@@ -154,8 +155,11 @@ class KerasStateAccess(StateAccess):
         train_state, models = self._train_state, self._train_state.models
         if any(state["layers"]):
             train_state.graphs = StepGraphs()  # graphs hold the old tensors and tables
-        for model, layers, arrays in zip(models, state["layers"], state["models"], strict=True):
-            set_layer_states(model, layers)
+        with contextlib.ExitStack() as undoing:  # after `check`, only code of layers can fail
+            for n, (model, layers) in enumerate(zip(models, state["layers"], strict=True)):
+                load, own = functools.partial(set_layer_states, model), layer_states(model)
+                undoing.enter_context(load_or_restore(model, own, layers, f"layers[{n}]", load))
+        for model, arrays in zip(models, state["models"], strict=True):
             set_arrays(model.weights, arrays)
         if "trainable" in state:  # older files lack it
             for model, values in zip(models, state["trainable"], strict=True):

@@ -13,6 +13,7 @@ from raysgd.cluster.serialization import pack  # noqa: E402
 from raysgd.errors import CheckpointError  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.keras import from_portable, to_portable  # noqa: E402
+from raysgd.tf.layer_state import layer_states  # noqa: E402
 from raysgd.tf.train_state import KerasStateAccess  # noqa: E402
 
 L = keras.layers
@@ -107,12 +108,16 @@ def test_a_loaded_state_has_what_its_layers_were_adapted_to(layer, num_adapted, 
         np.testing.assert_array_equal(np.concatenate([sent(batch) for batch in data]), expected)
 
 
-def test_a_state_with_other_layers_is_refused(build):
+def test_a_state_whose_layers_do_not_fit_changes_nothing(build):
     train_state = build(Adapted, {"layer": "own state", "num_adapted": 16})._train_state
+    train_state.models *= 2
     state_access = KerasStateAccess(train_state)
-    state = {**state_access.read(), "layers": [{}]}
+    state, before = state_access.read(), layer_states(train_state.models[0])
     with pytest.raises(CheckpointError, match="0 layers that keep more than variables, not 1"):
-        state_access.check(state)
+        state_access.check({**state, "layers": [{}, {}]})
+    with pytest.raises(CheckpointError, match=r"layers\[1\] cannot be loaded: .*KeyError"):
+        state_access.load({**state, "layers": [{"0": {"mean": 5.0}}, {"0": {}}]})
+    assert layer_states(train_state.models[0]) == before
 
 
 def own_objects():
