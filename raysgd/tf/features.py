@@ -36,8 +36,7 @@ class ReplicaSync(UpdateFeature):
     def after_user_function(self) -> None:
         self._num_unchecked = _COMPARED_EVERY
 
-    def begin_generation(self) -> None:
-        self._num_unchecked = _COMPARED_EVERY
+    begin_generation = after_user_function
 
     def begin_call(self, logs_steps: bool) -> None:
         self._train_state.accept_changes()
