@@ -366,7 +366,7 @@ def test_callbacks_of_fit_are_called_in_that_fit_only(make_trainer):
     ]
 
 
-@pytest.fixture(params=["a callback", "the validation"])
+@pytest.fixture(params=["a callback", "the last step", "the validation"])
 def broken_off(request, make_trainer):
     """Return a trainer whose `fit` failed before the validation of epoch 2, and its spy."""
     spy = Spy()
@@ -375,6 +375,12 @@ def broken_off(request, make_trainer):
     if request.param == "a callback":
         spy.fail_in = ["on_epoch_end"]
         with pytest.raises(CallbackError):
+            trainer.fit(3)
+    elif request.param == "the last step":
+        trainer.get_local_operator().fail = lambda info, when: (
+            (info["global_step"], when) == (9, "before") and signal.raise_signal(signal.SIGINT)
+        )
+        with pytest.raises(KeyboardInterrupt):
             trainer.fit(3)
     else:
         with failure(trainer.get_local_operator(), when="validate"):
@@ -602,9 +608,8 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path, board
     report = (tmp_path / "report.html").read_text()
     charts = map(json.loads, map(html.unescape, re.findall('data-chart="(.*?)"', report)))
     (lines,) = (lines for each in charts if "train_loss" in (lines := dict(each["lines"])))
-    drawn = lines["train_loss, by step"]
     told = [[point["global_step"], point["metrics"]["train_loss"]] for point in points()]
-    assert drawn == [pytest.approx(point, rel=1e-5) for point in told]  # to six digits
+    assert lines["train_loss, by step"] == [pytest.approx(point, rel=1e-5) for point in told]
     read = board(tmp_path / "tensorboard")
     assert [event.step for event in read.Scalars("step/twice")] == [2, 4, 6, 8, 10]
     assert len(read.Scalars("train/twice")) == 3
