@@ -47,14 +47,16 @@ class TorchTrainState(TrainState):
             yield
 
     @contextlib.contextmanager
-    def restoring_models(self) -> Iterator[None]:
+    def restoring_models(self, only_after_errors: bool = False) -> Iterator[None]:
+        registered = self.registered
         with contextlib.ExitStack() as stack:
-            stack.enter_context(preserving(registered := self.registered))
-            stack.callback(self.roll_back)
+            if not only_after_errors:
+                stack.enter_context(preserving(registered))
+                stack.callback(self.roll_back)
             for model in registered.models if registered.has_all_parameters else ():
                 for module in (model, *model.modules()):  # the model may be a wrapper
                     if not isinstance(module, LazyModuleMixin):  # which the first batch completes
-                        stack.enter_context(preserving(module))
+                        stack.enter_context(preserving(module, None, only_after_errors))
             yield
 
     copy_leaf = staticmethod(copy_leaf)
