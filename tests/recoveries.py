@@ -24,7 +24,7 @@ import torch
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.callbacks import CheckpointCallback
 from raysgd.checkpoint import read_file
-from raysgd.loop import runner
+from raysgd.loop import operator_runner
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
 from tests.hosts.network import Hosts
@@ -231,7 +231,7 @@ def saves(each):
     trainer, path = each.trainer, each.folder / "state.pt"
 
     def die_while_saving(operator):
-        write_state = runner.write_state
+        write_state = operator_runner.write_state
 
         def write_a_part(state, shown, file):
             with tempfile.TemporaryFile() as whole:
@@ -243,7 +243,7 @@ def saves(each):
             os.kill(os.getpid(), signal.SIGKILL)
 
         if operator.world_rank == 0:
-            runner.write_state = write_a_part
+            operator_runner.write_state = write_a_part
 
     trainer.train(num_steps=step - trainer.global_step)
     trainer.apply_all_operators(die_while_saving)

@@ -12,7 +12,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import frozen_imports, refuse_triton
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.loop.operator_base import create_operator
-from raysgd.loop.runner import OperatorRunner
+from raysgd.loop.operator_runner import OperatorRunner
 from raysgd.tf.options import TFOptions, TFSettings
 
 

@@ -15,7 +15,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
 from raysgd.loop.operator_base import as_list, create_operator
-from raysgd.loop.runner import OperatorRunner
+from raysgd.loop.operator_runner import OperatorRunner
 from raysgd.loop.train_state import RandomGenerators
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions, TorchSettings

@@ -38,9 +38,9 @@ from raysgd.train.framework import (
     TrainingWorkerError,
     backend_class,
 )
+from raysgd.train.function_runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.report_queue import Growth, TrainingResult, check_in_step
 from raysgd.train.run_checkpoints import RunCheckpoints
-from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
 from raysgd.train.worker_session import RunSpec
 

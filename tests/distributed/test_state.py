@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from raysgd import TorchTrainer
 from raysgd.checkpoint import read_file, read_manifest
 from raysgd.errors import CheckpointError
-from raysgd.loop import runner
+from raysgd.loop import operator_runner
 from raysgd.torch.state_access import TorchStateAccess
 from tests.ends import by_thread, check_that_shutdown_ends, hold
 from tests.faulty import pids_of
@@ -168,7 +168,7 @@ def die_while_saving(operator):
         os.kill(os.getpid(), signal.SIGKILL)
 
     if operator.world_rank == 0:
-        runner.write_state = write_a_part
+        operator_runner.write_state = write_a_part
 
 
 def test_another_worker_writes_the_file_if_the_first_is_lost(two, tmp_path):

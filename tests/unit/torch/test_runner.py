@@ -249,7 +249,7 @@ def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
     """The leader has committed a step that this worker has not."""
     runner = make_runner(Streaming)
     runner.handle(TrainRequest(call_number=0, until_step=1))
-    loading, state = "raysgd.loop.runner.load_from_leader", runner.operator._train_state
+    loading, state = "raysgd.loop.operator_runner.load_from_leader", runner.operator._train_state
     monkeypatch.setattr(state, "begin_generation", lambda *_: None)
     monkeypatch.setattr(loading, lambda *_: vars(state.position).update(offset=2, global_step=2))
     runner.rejoin(WorkerContext(distributed=True), 0)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
-from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
+from raysgd.train.function_runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.torch import TorchConfig
 from raysgd.train.worker_session import RunSpec
 

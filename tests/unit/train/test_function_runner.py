@@ -16,7 +16,7 @@ from raysgd import train
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train import integrations, worker_session
-from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
+from raysgd.train.function_runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_session import RunSpec
 
 
