@@ -92,7 +92,7 @@ class Evaluation:
             # A worker that has fewer batches may have to wait at the end of the context.
             with (
                 # What user code has collected for metrics would count again.
-                preserving(self._operator, [train_state, *train_state.features], True),
+                preserving(self._operator, only_after_errors=True),
                 train_state.restoring_models(only_after_errors=True),
                 train_state.evaluating(),
             ):
