@@ -148,13 +148,17 @@ class TrainState(ABC):
         update.commit()
         position.global_step, position.offset = position.global_step + num_steps, offset
         self.timing.num_steps += num_steps
-        try:
-            for feature in self.features_with["commit"]:
+        errors = []
+        for feature in self.features_with["commit"]:
+            try:
                 feature.commit(update)
-        finally:
-            metrics = update.release_metrics()
-            update.close()
-            self.add_metrics(metrics)
+            except BaseException as error:  # the update counts for the others, too
+                errors.append(error)
+        metrics = update.release_metrics()
+        update.close()
+        self.add_metrics(metrics)
+        if errors:
+            raise errors[0]
 
     def add_metrics(self, metrics: Sequence[MicroBatchMetrics]) -> None:
         """Add metrics of an update that counts to the meters, if there are any."""

@@ -170,16 +170,16 @@ def test_parameters_that_train_batch_changed_are_restored_or_detected(start, upd
     assert digits(trainer.state_dict()) == {expected(NUM_STEPS, updates)}
 
 
-def test_scheduler_of_an_update_that_fails_in_its_commit_is_restored(start):
+@pytest.mark.parametrize(("hook", "last"), [("before_commit", 2), ("commit", 3)])
+def test_an_update_that_fails_in_its_commit_counts_for_all_or_none(start, hook, last):
     trainer = start(updates=2)
     trainer.train(num_steps=2)  # shows that a step makes several updates
-    operator = trainer.get_local_operator()
-    features = operator._train_state.features_with["before_commit"]
-    operator.before_commit = lambda update: features.pop() and fail()
-    features.append(operator)
+    operator, failures = trainer.get_local_operator(), [fail]
+    operator._train_state.features_with[hook].insert(0, operator)
+    setattr(operator, hook, lambda update: failures and failures.pop()())
     with pytest.raises(ValueError, match="in a step"):
         trainer.train(num_steps=1)
-    assert trainer.state_dict()["schedulers"][0]["last_epoch"] == 2
+    assert trainer.state_dict()["schedulers"][0]["last_epoch"] == last == trainer.global_step
 
 
 # ---- failures anywhere
