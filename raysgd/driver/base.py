@@ -40,7 +40,6 @@ from raysgd.loop.requests import (
     ApplyOperatorRequest,
     ApplyRequest,
     PredictRequest,
-    TrainRequest,
     UpdateSchedulersRequest,
     ValidateRequest,
 )
@@ -140,15 +139,7 @@ class OperatorTrainer(TrainerProperties):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(changes_state=True)
         with self._callback_list.within_call(self):
-            limits = self._fit_loop.fit_options
-            request = TrainRequest(
-                call_number=next(self._dispatcher.call_numbers),
-                until_step=limits.max_steps,
-                log_every=limits.log_every,
-                info=info,
-                profile=profile,
-                dataset=dataset,
-            )
+            request = self._fit_loop.train_request(info, profile, dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch
             metrics = with_epoch(epoch, result.merged)

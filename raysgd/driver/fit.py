@@ -18,7 +18,7 @@ from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.driver.dispatcher import CallResult, Dispatcher
 from raysgd.loop.operator_base import has_validation_loader
 from raysgd.loop.options import Options
-from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
+from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader_error
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers
 
@@ -162,6 +162,17 @@ class FitLoop:
         return history
 
     # ---- calls and their results
+
+    def train_request(self, info: dict[str, Any], profile: bool, dataset: Any) -> TrainRequest:
+        """Return a request to train, within the limits of the running ``fit()``."""
+        return TrainRequest(
+            call_number=next(self.dispatcher.call_numbers),
+            until_step=self.fit_options.max_steps,
+            log_every=self.fit_options.log_every,
+            info=info,
+            profile=profile,
+            dataset=dataset,
+        )
 
     def report_training(
         self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
