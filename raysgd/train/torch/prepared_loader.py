@@ -64,7 +64,7 @@ class PreparedLoader(DataLoader[Any]):
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
         loader, full_world_size = without_states(loader), full_world_size or world_size
-        self._passes: Any = _Passes()
+        self._passes = _Passes()
         self._device, self._weigh, self._world_size = device, weigh, world_size
         self._ahead = ahead and device is not None and device.type == "cuda"
         self._pass_position: tuple[int, int, int | None] | None = None
@@ -93,7 +93,9 @@ class PreparedLoader(DataLoader[Any]):
             layout=StepLayout(full_world_size),
         )
         source.change_partition(shares=shares if world_size == len(shares or ()) else None)
-        self.sampler = self._passes = _WorkerSampler(source, seed, num_collectives)
+        self.sampler = self._sampler = _WorkerSampler(source, self._passes, seed)
+        if not self._passes.is_alone:
+            self._passes.num_collectives = num_collectives
         if loader.batch_size is not None:
             self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)
 
@@ -147,7 +149,7 @@ class PreparedLoader(DataLoader[Any]):
         if not self._is_partitioned:
             return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
         data = dict(self._source.resume_info(epoch, offset))
-        return {"epoch": epoch, "offset": offset, "seed": self._passes.seed, "data": data}
+        return {"epoch": epoch, "offset": offset, "seed": self._sampler.seed, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at the result of `state_dict`.
@@ -166,7 +168,7 @@ class PreparedLoader(DataLoader[Any]):
             )
         if self._is_partitioned:
             self._source.check_resume_info(state["data"])
-            self._passes.seed = state["seed"]
+            self._sampler.seed = state["seed"]
             self._source.reseed(state["seed"], state["seed"])
             self._source.load_resume_info(state["data"])
         elif offset and state["num_workers"] != self._world_size:
@@ -220,7 +222,7 @@ class _Passes:
     loaded: Mapping[int, int] = {}
     """Epoch and offset of a loaded state, until a pass counts."""
     is_alone = False  # there is one worker, and all of its passes count
-    _order: Any = None  # sampler of the user
+    order: Any = None  # sampler of the user
     _epoch = 0
     _complete: tuple[int, int] | None = None
     """Arguments of `_count` for the last complete pass, which may still count."""
@@ -228,14 +230,14 @@ class _Passes:
     @property
     def epoch(self) -> int:
         """The epoch of the next pass. The epoch of the user's sampler takes precedence."""
-        own = getattr(self._order, "epoch", None) if hasattr(self._order, "set_epoch") else None
+        own = getattr(self.order, "epoch", None) if hasattr(self.order, "set_epoch") else None
         return own if isinstance(own, int) else self._epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._epoch, self._complete = epoch, None
-        if hasattr(self._order, "set_epoch"):
-            self._order.set_epoch(epoch)
+        if hasattr(self.order, "set_epoch"):
+            self.order.set_epoch(epoch)
 
     def begin(self) -> tuple[int, int]:
         """Return the epoch and the offset of a new pass."""
@@ -272,26 +274,33 @@ class _Passes:
         return begun is None or begun < (self.num_collectives() or 0)
 
 
-class _WorkerSampler(_Passes, DistributedSampler[Any]):
+class _WorkerSampler(DistributedSampler[Any]):
     """Offers the epoch of a `MapStyleSource`, and this worker's indices, like PyTorch does."""
 
-    def __init__(self, source: Any, seed: int, num_collectives: Callable[[], int | None]) -> None:
+    def __init__(self, source: Any, passes: _Passes, seed: int) -> None:
         order, partition = source.order_sampler, source.partition
         size, rank = partition.world_size, partition.rank
         counted: Any = order or ()  # a stream has no sampler
+        self._passes, passes.is_alone = passes, size == 1
         super().__init__(counted, size, rank, shuffle=is_plain_shuffle(order), seed=seed)
-        self._order = order  # late, because the line above sets the epoch to 0
+        passes.order = order  # late, because the line above sets the epoch to 0
         self.source = source
         self.dataset = source.loader.dataset
-        self.is_alone = size == 1
-        self.num_collectives = (lambda: None) if self.is_alone else num_collectives
+
+    @property
+    def epoch(self) -> int:
+        return self._passes.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._passes.epoch = epoch
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.source.partition.spans())
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, _ = self.begin()
-        return self.track(self.source.indices(epoch), epoch)
+        epoch, _ = self._passes.begin()
+        return self._passes.track(self.source.indices(epoch), epoch)
 
 
 def _can_partition(loader: DataLoader[Any], partitions: _Partitions, full_world_size: int) -> bool:
