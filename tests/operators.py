@@ -90,6 +90,20 @@ def local(operator_cls=Classifier, config=None, **arguments):
     return TorchTrainer(training_operator_cls=operator_cls, config=config or {}, **given)
 
 
+class CountsBatches(TrainingOperator):
+    """Keeps in its state how many batches it has seen."""
+
+    def train_batch(self, batch, batch_info):
+        self.seen += 1
+        return super().train_batch(batch, batch_info)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
 class Adversaries(TrainingOperator):
     """Two models: the loss of the second goes through the first, as in a GAN."""
 

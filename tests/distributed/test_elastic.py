@@ -9,11 +9,11 @@ from raysgd.callbacks import EMA
 from raysgd.testing import chaos
 from tests.conftest import wait_until
 from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order
-from tests.operators import fingerprint
+from tests.operators import CountsBatches, fingerprint
 from tests.shared import Shared
 
 
-class Rich(Faulty):
+class Rich(CountsBatches, Faulty):
     """Adds a scheduler and its own state, and counts how often its optimizer loads a state."""
 
     def register(self, *, models, optimizers, criterion):
@@ -39,16 +39,6 @@ class Rich(Faulty):
 
     def count_load(self, optimizer):
         self.num_loads += 1
-
-    def train_batch(self, batch, batch_info):
-        self.seen += 1
-        return super().train_batch(batch, batch_info)
-
-    def state_dict(self):
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.seen = state["seen"]
 
 
 @pytest.fixture

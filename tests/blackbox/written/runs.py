@@ -13,11 +13,12 @@ from pathlib import Path
 import ray
 import torch
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer
 from raysgd.callbacks import CheckpointCallback, EarlyStopping, JsonlLogger
+from tests.operators import CountsBatches
 
 
-class Line(TrainingOperator):
+class Line(CountsBatches):
     """An operator that learns y = 3 x - 1. It has everything that a state can contain."""
 
     def setup(self, config):
@@ -35,16 +36,6 @@ class Line(TrainingOperator):
         loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
         self.register_data(train_loader=loader, validation_loader=loader)
         self.seen = 0
-
-    def train_batch(self, batch, batch_info):
-        self.seen += 1
-        return super().train_batch(batch, batch_info)
-
-    def state_dict(self):
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.seen = state["seen"]
 
 
 def line_trainer(folder):
