@@ -37,7 +37,6 @@ from raysgd.loop.requests import PAUSED_FOR_CALLBACKS, TrainRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import SnapshotTaker
 from raysgd.loop.state_access import StateAccess
-from raysgd.loop.state_keys import read_state
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
 
@@ -53,7 +52,11 @@ class Loop:
     """
 
     def __init__(
-        self, operator: OperatorBase, state_access: StateAccess, control: LoopControl
+        self,
+        operator: OperatorBase,
+        state_access: StateAccess,
+        control: LoopControl,
+        read_snapshot: Callable[[Loop], dict[str, Any]],
     ) -> None:
         self.operator = operator
         self.state_access = state_access
@@ -66,7 +69,7 @@ class Loop:
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_record = CallRecord(train_state)
         self.evaluation = Evaluation(operator, control, self.call_record)
-        self.snapshots = SnapshotTaker(train_state, partial(read_state, self, is_snapshot=True))
+        self.snapshots = SnapshotTaker(train_state, partial(read_snapshot, self))
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | str:
         """Train up to the goal of a request, and return its metrics, or PAUSED_FOR_CALLBACKS.

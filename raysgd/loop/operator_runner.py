@@ -8,6 +8,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from raysgd._internal import progress
@@ -89,7 +90,8 @@ class OperatorRunner(Runner, ABC):
 
     def start_operator(self, operator: OperatorBase, state_access: StateAccess) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
-        self._loop = Loop(operator, state_access, self.control)
+        read_snapshot = partial(read_state, is_snapshot=True)
+        self._loop = Loop(operator, state_access, self.control, read_snapshot)
         train_state = self._train_state
         self._set_config_size(train_state.context)
         if train_state.context.world_size > 1:

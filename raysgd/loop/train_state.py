@@ -7,7 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +23,9 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UPDATE_HOOKS, MicroBatching, UpdateFeature
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
-from raysgd.loop.state_access import StatePlacement
+from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import MicroBatchMetrics, Update
 from raysgd.metrics import AverageMeterCollection
-
-if TYPE_CHECKING:
-    from raysgd.loop.segment import Segment
 
 
 @dataclass
@@ -65,7 +62,7 @@ class TrainState(ABC):
         self.lacks_state = False  # joins the group, and does not have its state yet
         self.position = Position(seed)
         # Of the segment in progress. `begin_segment` resets all but the first.
-        self.segment: Segment | None = None
+        self.segment: Any = None  # a Segment; None between them
         self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
         # Committed steps when user code set the global step, and the value that it set.
         self.user_set_step: tuple[int, int] | None = None

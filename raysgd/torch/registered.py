@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from raysgd.loop.state_access import StatePlacement
+from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.frozen_parameters import FrozenParameters

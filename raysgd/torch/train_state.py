@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
-from raysgd.loop.state_access import StatePlacement
+from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.features.micro_batching import num_rows
 from raysgd.torch.input.sources import TorchSources

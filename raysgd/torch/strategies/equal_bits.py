@@ -42,7 +42,7 @@ from raysgd.metrics import on_cpu
 from raysgd.torch.input.orders import seed_all
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
-from raysgd.torch.strategies.exchange import GroupExchange, broadcast_models
+from raysgd.torch.strategies.group_exchange import GroupExchange, broadcast_models
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import arithmetic_of, copy_leaf, multiply_all, parameters_of, version_of
 

@@ -9,13 +9,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.loop.feature import UpdateFeature
-from raysgd.torch.digests import state_digest
-from raysgd.torch.register_checks import check_same_parameters
-from raysgd.torch.strategies import replicated_model
-from raysgd.torch.tensors import parameters_of, total_norm
+from raysgd.torch.tensors import total_norm
 
 if TYPE_CHECKING:
-    from raysgd.torch.registered import RegisteredObjects
+    pass
 
 
 class GradientExchange(UpdateFeature):
@@ -58,70 +55,3 @@ class GradientExchange(UpdateFeature):
             if p.grad is not None
         ]
         return parameters, total_norm(gradients)
-
-
-class GroupExchange(GradientExchange):
-    """What the exchanges have in common: the registered models, and the group of workers."""
-
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered = registered
-        self._dtypes: Mapping[Any, torch.dtype] = {}
-
-    @property
-    def needs_warm_up(self) -> bool:  # type: ignore[override]
-        models, device = self._registered.models, self._registered.device
-        return device.type == "cuda" or any(map(replicated_model.is_compiled, models))
-
-    @property
-    def num_workers(self) -> int:  # type: ignore[override]
-        return self._registered.settings.context.world_size if self._averages_gradients else 1
-
-    def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
-        self._dtypes = {p: p.dtype for m in self._registered.models for p in m.parameters()}
-        # Also sets up subclasses. `build_operator` calls it again with the wrappers of `setup`.
-        self.use_wrappers(())
-
-    def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
-        wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
-        models = self._registered.models
-        self._registered.models = [wrapped.get(id(model), model) for model in models]
-
-    def check_trained(self) -> None:
-        models = list(map(replicated_model.without_ddp, self._registered.models))
-        dtypes = self._dtypes
-        if not self.keeps_all_equal:  # a worker may add parameters, or cast them
-            stepped = [p for each in self._registered.optimizers for p in parameters_of(each)]
-            dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
-        check_same_parameters(models, dtypes)
-
-    def sync_buffers(self) -> None:
-        buffers = [buffer for buffer in self._shared_buffers() if buffer.layout is torch.strided]
-        if buffers:
-            group = self._registered.collectives
-            group.barrier()  # an error if another worker still averages
-            group.broadcast_tensors(buffers, src=0)
-            self._registered.buffer_copies.take()
-
-    def _shared_buffers(self) -> list[torch.Tensor]:
-        return [buffer for model in self._registered.models for buffer in model.buffers()]
-
-    def all_reduce_sum(self, number: float) -> float:
-        collectives = self._registered.collectives
-        return collectives.all_reduce_sum(number) if self._averages_gradients else number
-
-    @property
-    def _averages_gradients(self) -> bool:
-        registered = self._registered
-        return registered.settings.context.distributed and registered.placement.replicates
-
-
-def broadcast_models(registered: RegisteredObjects) -> None:
-    """Copy the models of rank 0 to all ranks. Every rank must call this."""
-    tensors = [t.detach() for m in registered.models for t in (*m.parameters(), *m.buffers())]
-    # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-    if not registered.collectives.all_ranks_equal(int.from_bytes(state_digest(tensors)[:7])):
-        received = registered.collectives.broadcast(lambda: tensors, 0)
-        for own, value in zip(tensors, received, strict=False):
-            if own.shape == value.shape:  # a buffer of another shape is a cache
-                own.copy_(value)
-        registered.buffer_copies.take()

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from raysgd.loop.state_access import StatePlacement
+from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.exchange import GroupExchange
+from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards

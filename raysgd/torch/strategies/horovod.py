@@ -13,7 +13,7 @@ from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.update import Update
 from raysgd.torch import object_states, tensors
-from raysgd.torch.strategies.exchange import GroupExchange, broadcast_models
+from raysgd.torch.strategies.group_exchange import GroupExchange, broadcast_models
 
 
 class HorovodExchange(GroupExchange):

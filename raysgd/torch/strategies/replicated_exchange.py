@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal.step_timing import OTHER
 from raysgd.comm.mesh import SAME_COLLECTIVES
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.state_access import StatePlacement
+from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
-from raysgd.torch.strategies.exchange import GroupExchange, broadcast_models
+from raysgd.torch.strategies.group_exchange import GroupExchange, broadcast_models
 from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version, is_ddp
 from raysgd.torch.tensors import backward_pass_number, parameters_of
 

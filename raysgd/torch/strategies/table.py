@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd._internal.arguments import as_dict, as_int
-from raysgd.loop.state_access import StatePlacement
+from raysgd.loop.state_placement import StatePlacement
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
 from raysgd.torch.registered import RegisteredObjects

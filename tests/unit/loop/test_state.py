@@ -13,8 +13,8 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.loop.snapshots import SnapshotTaker, _num_bytes
-from raysgd.loop.state_access import StatePlacement
 from raysgd.loop.state_keys import check_state, read_state
+from raysgd.loop.state_placement import StatePlacement
 from raysgd.torch.tensors import copy_leaf
 from tests.operators import on_gpu
 from tests.unit.recorder import Recorder, make_runner, runner_with_snapshots

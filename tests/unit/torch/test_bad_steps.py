@@ -13,7 +13,7 @@ from raysgd import BadSteps, TrainingOperator
 from raysgd.callbacks import CheckpointCallback, EarlyStopping, TerminateOnNaN
 from raysgd.data import Stream, jsonl
 from raysgd.errors import BadStepsError
-from raysgd.loop.state_access import StatePlacement
+from raysgd.loop.state_placement import StatePlacement
 from tests.operators import Streamed, local
 
 BATCH, NUM_SAMPLES, BAD = 8, 80, 37
