@@ -170,6 +170,7 @@ def load_state(
             train_state.update.set_damaged(True)
             incoming.receive()
         state_access.load(state)
+        train_state.update.set_damaged(True)  # until the shards of these models are loaded
         train_state.placement.load_shards(state)
     train_state.update.set_damaged(False)
     loop.source.discard_unread()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
+from raysgd.loop.state_placement import StatePlacement
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.options import TorchSettings
@@ -180,6 +181,15 @@ def test_an_update_that_fails_in_its_commit_counts_for_all_or_none(start, hook, 
     with pytest.raises(ValueError, match="in a step"):
         trainer.train(num_steps=1)
     assert trainer.state_dict()["schedulers"][0]["last_epoch"] == last == trainer.global_step
+
+
+def test_a_state_whose_shards_cannot_be_loaded_is_not_trained(start, monkeypatch):
+    trainer = start()
+    monkeypatch.setattr(StatePlacement, "load_shards", fail)
+    with pytest.raises(ValueError, match="in a step"):
+        trainer.load_state_dict(trainer.state_dict())
+    with pytest.raises(RuntimeError, match="Load a checkpoint"):
+        trainer.train()
 
 
 # ---- failures anywhere
