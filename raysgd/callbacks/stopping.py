@@ -82,7 +82,7 @@ class EarlyStopping(Callback):
         if self.num_waited >= self._patience:
             best = "it was always NaN" if self.best is None else f"the best is {self.best:.6g}"
             trainer.request_stop(
-                f"{self.monitor} has not improved for {self.num_waited} values in a row; {best}."
+                f"{self.monitor} has not improved for {self.num_waited} epochs in a row; {best}."
             )
 
     def state_dict(self) -> dict[str, Any]:
