@@ -40,8 +40,7 @@ class Shared:
 def make_whole(trainer):
     """Train until lost workers are replaced."""
     if trainer.num_workers < trainer.max_workers:
-        wait_until(lambda: trainer.train(num_steps=1) and is_whole(trainer), timeout_s=60)
-
-
-def is_whole(trainer):
-    return trainer.num_workers == trainer.max_workers
+        wait_until(
+            lambda: trainer.train(num_steps=1) and trainer.num_workers == trainer.max_workers,
+            timeout_s=60,
+        )

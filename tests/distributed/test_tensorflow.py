@@ -168,15 +168,11 @@ def test_different_branches_on_workers_make_one_update(trainer):
     assert len(hashes(trainer)) == 1
 
 
-def freeze_first_layer(operator):
-    operator.model.layers[0].trainable = False
-
-
 @pytest.mark.ends_shared(place=-1)  # a replacement lacks data that later tests register
 @pytest.mark.slow("a worker imports TensorFlow to take the place of a lost one")
 def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
     before = pids_of(trainer)
-    trainer.apply_all_operators(freeze_first_layer)
+    trainer.apply_all_operators(lambda op: setattr(op.model.layers[0], "trainable", False))
     step, epoch, num_events = trainer.global_step, trainer.epoch, len(trainer.events)
     with chaos.Chaos(trainer, [chaos.Fault(rank=1, step=step + 10)]) as injected:
         result = trainer.train()

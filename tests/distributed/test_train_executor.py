@@ -25,15 +25,11 @@ from raysgd.train.worker_group import TrainWorkerGroup
 from tests.conftest import wait_until
 
 
-def note_hook():
-    os.environ["RAYSGD_HOOK"] = str(os.getpid())
-
-
 @pytest.fixture(scope="module")
 def executor(module_cluster):
     """Two shared workers. A run may lose workers once."""
     made = BackendExecutor(BackendConfig(), 2, max_retries=1)
-    made.start(initialization_hook=note_hook)
+    made.start(initialization_hook=lambda: os.environ.update(RAYSGD_HOOK=str(os.getpid())))
     yield made
     made.shutdown()
 

@@ -255,10 +255,6 @@ class RunnerMember(FakeMember):
         return self.late[-1][0]
 
 
-def set_lr(operator):
-    operator.optimizer.param_groups[0]["lr"] = 0.125
-
-
 def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(keeper, monkeypatch):
     runner = runner_with_snapshots("epoch")
     member = RunnerMember(runner)
@@ -266,7 +262,8 @@ def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(k
     with monkeypatch.context() as patch:
         patch.setattr(member, "submit_control", member.answer_late)
         keeper.request_newer({member: runner.progress()})
-    runner.handle(ApplyOperatorRequest(function=set_lr))
+    change = ApplyOperatorRequest(function=lambda op: op.optimizer.param_groups[0].update(lr=0.125))
+    runner.handle(change)
     keeper.request_newer({member: runner.progress()})
     assert keeper.load()["optimizers"][0]["param_groups"][0]["lr"] == 0.125
 
