@@ -19,7 +19,7 @@ class _EpochRequest(Request):
     profile: bool = False
 
 
-PAUSED_FOR_CALLBACKS: Final = "paused"
+PAUSED_FOR_CALLBACKS: Final = "paused for callbacks"
 """Answer to a `TrainRequest` whose training has paused at `callback_pause_step`."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,7 +11,7 @@ from raysgd.torch.strategies.replicated_model import is_compiled, is_ddp
 
 
 def check(
-    mode: Literal["equal bits", "optimizer", "full"],
+    mode: str,
     call: str,
     options: Any,
     models: Sequence[torch.nn.Module] = (),
