@@ -136,9 +136,7 @@ def try_copy(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def preserving(
-    owner: Any, deep_except: Iterable[Any] | None = None, only_after_errors: bool = False
-) -> Iterator[None]:
+def preserving(owner: Any, deep_except: Iterable[Any] | None = None) -> Iterator[None]:
     """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
 
     With `deep_except`, also restore what these contain, such as tensors and metrics, except these
@@ -164,16 +162,13 @@ def preserving(
                 slots = {name: getattr(item, name) for name in names}
                 items += slots.values()
                 restore.append(partial(_set_attributes, item, slots))
-    is_restored = True
     try:
         yield
-        is_restored = not only_after_errors
     finally:
-        if is_restored:
-            vars(owner).clear()
-            vars(owner).update(attributes)
-            for function in restore:
-                function()
+        vars(owner).clear()
+        vars(owner).update(attributes)
+        for function in restore:
+            function()
 
 
 _LARGE_BYTES, _MANY = 2**26, 10_000

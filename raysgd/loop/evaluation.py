@@ -90,12 +90,7 @@ class Evaluation:
         train_state.meters = None
         try:
             # A worker that has fewer batches may have to wait at the end of the context.
-            with (
-                # What user code has collected for metrics would count again.
-                preserving(self._operator, only_after_errors=True),
-                train_state.restoring_models(only_after_errors=True),
-                train_state.evaluating(),
-            ):
+            with train_state.evaluating():
                 yield batches
             # Compare the samples of a stream, if every worker has read all of its batches.
             is_compared = source.step_digest() is not None and train_state.context.world_size > 1

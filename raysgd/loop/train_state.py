@@ -230,9 +230,7 @@ class TrainState(ABC):
         ):
             yield
 
-    def restoring_models(
-        self, only_after_errors: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
+    def restoring_models(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that restores the models at its end."""
         return contextlib.nullcontext()
 

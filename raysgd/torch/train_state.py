@@ -47,16 +47,14 @@ class TorchTrainState(TrainState):
             yield
 
     @contextlib.contextmanager
-    def restoring_models(self, only_after_errors: bool = False) -> Iterator[None]:
-        registered = self.registered
+    def restoring_models(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if not only_after_errors:
-                stack.enter_context(preserving(registered))
-                stack.callback(self.roll_back)
+            stack.enter_context(preserving(registered := self.registered))
+            stack.callback(self.roll_back)
             for model in registered.models if registered.has_all_parameters else ():
                 for module in (model, *model.modules()):  # the model may be a wrapper
                     if not isinstance(module, LazyModuleMixin):  # which the first batch completes
-                        stack.enter_context(preserving(module, None, only_after_errors))
+                        stack.enter_context(preserving(module))
             yield
 
     copy_leaf = staticmethod(copy_leaf)

@@ -235,6 +235,7 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
             runner.handle(ValidateRequest(call_number=call))
     runner.set_interrupted(False)
     runner.operator.fail = lambda *arguments: None
+    runner.operator.validated.clear()
     assert runner.handle(ValidateRequest(call_number=1))["num_samples"] == 40
     assert runner.operator.validated == EPOCH
     assert len(seen) == len({*seen}) == 2, "the driver would take a long validation for a hang"
