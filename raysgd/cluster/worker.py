@@ -281,13 +281,13 @@ class Worker:
     def teardown(self) -> None:
         if self.runner is not None:
             self.runner.teardown()
-        if self._backend is not None:
-            self._backend.teardown()
         self.runner = None
         if self._is_remote:
             process.end_wandb()
-        else:
-            gc.collect()  # a wrapper in a reference cycle keeps the threads of its process group
+        else:  # a wrapper in a reference cycle keeps the threads of its process group
+            gc.collect()  # first: a collection that ends them holds the GIL, and can hang
+        if self._backend is not None:
+            self._backend.teardown()
 
     @property
     def _hosted(self) -> Runner:

@@ -19,9 +19,11 @@ def process_group():
     context = WorkerContext(distributed=True)
     backend.setup(context, backend.prepare(["127.0.0.1"]))
     yield
+    # A wrapper in a reference cycle keeps the threads of its group, and forks would hang. To end
+    # them in a later collection, which holds the GIL, could hang, too.
+    gc.collect()
     backend.teardown()
     backend.close()
-    gc.collect()  # a wrapper in a reference cycle keeps the threads of its group; forks would hang
 
 
 @pytest.fixture
