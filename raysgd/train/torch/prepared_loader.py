@@ -34,6 +34,10 @@ _ADVICE = (
 )
 
 
+def _ignore(weight: float) -> None:
+    """Use no weight. Unlike a lambda, it can be pickled."""
+
+
 class PreparedLoader(DataLoader[Any]):
     """Iterates over this worker's part of another loader, and moves the batches to a device.
 
@@ -58,7 +62,7 @@ class PreparedLoader(DataLoader[Any]):
         partitions: _Partitions = True,
         full_world_size: int | None = None,
         shares: tuple[float, ...] | None = None,
-        weigh: Callable[[float], None] = lambda weight: None,
+        weigh: Callable[[float], None] = _ignore,
         num_collectives: Callable[[], int | None] = lambda: None,
     ) -> None:
         while isinstance(loader, PreparedLoader):
@@ -75,7 +79,7 @@ class PreparedLoader(DataLoader[Any]):
         self.__dict__.update(loader.__dict__)
         self._loader = loader
         if not self._is_partitioned:
-            self._weigh = lambda weight: None  # only the user knows which samples a worker has
+            self._weigh = _ignore  # only the user knows which samples a worker has
             self._source: Any = BatchSource(loader, has_length=False)
             sampler: Any = loader.sampler
             if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
