@@ -48,7 +48,7 @@ class BatchLosses:
         self._class_weight = class_weight
         layers = flat_layers(model) if model else ()
         self._stateful_layers = [
-            each for each in layers if getattr(each, "stateful", False) and hasattr(each, "states")
+            each for each in layers if isinstance(each, keras.layers.RNN) and each.stateful
         ]
 
     @property
