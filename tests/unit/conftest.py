@@ -19,9 +19,7 @@ def process_group():
     context = WorkerContext(distributed=True)
     backend.setup(context, backend.prepare(["127.0.0.1"]))
     yield
-    # A wrapper in a reference cycle keeps the threads of its group, and forks would hang. To end
-    # them in a later collection, which holds the GIL, could hang, too.
-    gc.collect()
+    gc.collect()  # first: a wrapper in a cycle keeps threads, at which forks or collections hang
     backend.teardown()
     backend.close()
 
