@@ -101,7 +101,7 @@ def test_run_that_is_interrupted_repeatedly_misses_no_validation(make_trainer, t
         trainer = run()
         history = trainer.fit(9)
         assert (history, trainer.epoch) == ([], 5)
-        assert "score has not improved for 3 values" in history.stop_reason
+        assert "score has not improved for 3 epochs" in history.stop_reason
 
 
 def test_trainer_that_has_trained_does_not_resume(make_trainer, tmp_path):
