@@ -98,11 +98,11 @@ class Divided(TrainingOperator):
         return optimizer
 
     def train_batch(self, batch, batch_info):
-        (tokens,) = self.to_device(batch)
-        if batch_info["global_step"] == 2 and self.config["case"].sharding == "optimizer":
-            self.all_models[0].frozen.requires_grad_(True)
+        case, (tokens,) = self.config["case"], self.to_device(batch)
         pairs = [*zip(self.all_models, self.optimizers, strict=True)]
-        if len(pairs) > self.config["case"].register.get("gradient_accumulation_steps", 1):
+        if batch_info["global_step"] == 2 and case.sharding == "optimizer" and len(pairs) == 1:
+            self.all_models[0].frozen.requires_grad_(True)  # no copy can undo it between two steps
+        if len(pairs) > case.register.get("gradient_accumulation_steps", 1):
             pairs.insert(0, pairs[0])  # two steps of this optimizer
         for number, (model, optimizer) in enumerate(pairs):
             self.at("forward")
