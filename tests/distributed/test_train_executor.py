@@ -111,7 +111,7 @@ def test_methods_of_classes_on_the_workers_are_those_of_actors(executor):
     executor.run(lambda: worker_group._HOSTED.clear())  # as a restart does
     with pytest.raises(RuntimeError, match=r"add\(\): .* Call to_worker_group\(\) again"):
         ray.get(first[1].add.remote())
-    ray.kill(first[1].actor)
+    ray.wait([first[1].actor.execute.remote(os._exit, 1)])  # returns when it has died
     assert len(TrainWorkerGroup(executor, Counter, (1,), {})) == 2  # restarts the workers
 
 
