@@ -62,11 +62,11 @@ class GroupFormer:
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
-            return self._discard_pending(lost)
+            return self._discard_lost(lost)
         joining, leaving = self._starter.membership_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
         if lost:
-            return self._discard_pending(lost)
+            return self._discard_lost(lost)
         self._share_balancer.observe(answers)
         of_members = {member: answers[member] for member in self._group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
@@ -85,7 +85,7 @@ class GroupFormer:
         if attempt.has_failed:
             # If no worker is lost, discard all replacements, because one may be the cause.
             if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
-                return self._discard_pending(lost)
+                return self._discard_lost(lost)
             error = attempt.make_error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
@@ -193,7 +193,7 @@ class GroupFormer:
         joining = self._starter.ready_workers()
         _, lost = self._commands.probe_or_kill(joining)
         if lost:
-            self._discard_pending(lost)
+            self._discard_lost(lost)
             return False
         members = self._group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
         self._record.ranks = {member: rank for rank, member in enumerate(members)}
@@ -241,14 +241,14 @@ class GroupFormer:
         are_used = bool(self._group.members) or not self._policy.process_can_rejoin
         self._group.members.clear()
         _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
-        self._discard_pending(attempt.lost | lost)
+        self._discard_lost(attempt.lost | lost)
         if are_used:
             self._starter.discard(members)
         self._record.generation += 1  # a late interruption of this one must not reach later work
 
     # ---- both
 
-    def _discard_pending(self, lost: state_machine.LostWorkers) -> state_machine.GroupEvent:
+    def _discard_lost(self, lost: state_machine.LostWorkers) -> state_machine.GroupEvent:
         """Discard lost pending workers. Return WorkersLost with lost members, or FormingFailed."""
         members = {m: e for m, e in lost.items() if not self._starter.discard_failed(m, e)}
         return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()
