@@ -23,10 +23,10 @@ from raysgd.cluster.worker_handle import cause_of
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call
-from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_former import GroupFormer
 from raysgd.elastic.group_record import GroupRecord
+from raysgd.elastic.group_rpc import GroupRpc
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
@@ -85,17 +85,17 @@ class Controller:
         self.record = record = GroupRecord(group, policy.survivors_stay)
         self.events, self._backend = record.events, backend
         self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(group), SpeedMonitor(group)
-        self._commands = commands = Commands(group, record, self._check_open, timeout_s)
+        self._rpc = rpc = GroupRpc(group, record, self._check_open, timeout_s)
         self._preemption = preemption = PreemptionMonitor(group, record, supports_live_join)
         self._starter = starter = WorkerStarter(
             group, elastic, record, policy, preemption, arguments, timeout_s
         )
         shares = ShareBalancer(group, elastic, record)
         self._former = GroupFormer(
-            group, record, policy, elastic, commands, starter, snapshots, shares, backend, on_start
+            group, record, policy, elastic, rpc, starter, snapshots, shares, backend, on_start
         )
         self._supervisor = Supervisor(
-            group, record, commands, starter, preemption, snapshots, shares, speed
+            group, record, rpc, starter, preemption, snapshots, shares, speed
         )
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
@@ -196,13 +196,13 @@ class Controller:
                     record.set_progress(before)
                     raise
             case Do.RESCUE_STATE:
-                record.set_progress(self.snapshots.rescue(self._commands))
+                record.set_progress(self.snapshots.rescue(self._rpc))
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
                 assert self._supervisor.call_run.attempt is not None
-                self._commands.interrupt(self._supervisor.call_run.attempt)
-                record.set_progress(*self._commands.ask_progress().values())
+                self._rpc.interrupt(self._supervisor.call_run.attempt)
+                record.set_progress(*self._rpc.ask_progress().values())
             case Do.COLLECT_METRICS:
                 former.collect_metrics(self.members)
             case state_machine.RemoveLost(lost):
@@ -282,7 +282,7 @@ class Controller:
         """
         if not self.is_shut_down:
             self._react(state_machine.StopRequested())
-            self._commands.interrupt_and_send(request)
+            self._rpc.interrupt_and_send(request)
 
     # ---- methods for trainers
 
@@ -306,7 +306,7 @@ class Controller:
 
     def ask_step(self) -> int:
         """Return the newest step of the workers that answer; -1 if none does."""
-        answers = self._commands.ask_progress().values()
+        answers = self._rpc.ask_progress().values()
         return max((each.position.global_step for each in answers), default=-1)
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:

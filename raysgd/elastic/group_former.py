@@ -17,10 +17,10 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import policies, state_machine
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S, CHECK_EVERY_S, FAST_CHECK_EVERY_S, Attempt, Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import GroupRecord, list_ranks
+from raysgd.elastic.group_rpc import ANSWER_S, CHECK_EVERY_S, FAST_CHECK_EVERY_S, Attempt, GroupRpc
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.worker_starter import WorkerStarter
@@ -45,7 +45,7 @@ class GroupFormer:
     _record: GroupRecord
     _policy: policies.Policy
     _config: ElasticConfig
-    _commands: Commands
+    _rpc: GroupRpc
     _starter: WorkerStarter
     _snapshots: SnapshotKeeper
     _share_balancer: ShareBalancer
@@ -57,14 +57,14 @@ class GroupFormer:
 
     def rejoin(self) -> state_machine.GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
-        began, policy, commands = self._group.clock.monotonic(), self._policy, self._commands
+        began, policy, rpc = self._group.clock.monotonic(), self._policy, self._rpc
         # A worker that holds the GIL receives its interruption late.
-        _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
+        _, silent = rpc.probe_or_kill(rpc.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
-        if lost := silent or commands.await_busy(patience_s):
+        if lost := silent or rpc.await_busy(patience_s):
             return self._discard_lost(lost)
         joining, leaving = self._starter.membership_changes()
-        answers, lost = commands.probe_or_kill([*self._group.members, *joining])
+        answers, lost = rpc.probe_or_kill([*self._group.members, *joining])
         if lost:
             return self._discard_lost(lost)
         self._share_balancer.observe(answers)
@@ -106,9 +106,9 @@ class GroupFormer:
         """Copy shards of the workers that leave to one that stays, if there may be no others."""
         if policies.may_have_only_copy(self._record.progress):
             leaving = [member for member in self._group.members if member not in staying]
-            for outcome in self._commands.send_to_idle(leaving, ExportShardsRequest()).values():
+            for outcome in self._rpc.send_to_idle(leaving, ExportShardsRequest()).values():
                 if (shards := outcome.unpack()) is not None:
-                    self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
+                    self._rpc.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
 
     def _adopt(
         self, next_members: Sequence[WorkerHandle], joining: Sequence[WorkerHandle], began: float
@@ -130,7 +130,7 @@ class GroupFormer:
         call = self._record.call
         if call.leaving_request is None or not members:
             return
-        outcomes = self._commands.send_to_idle(members, call.leaving_request, ANSWER_S)
+        outcomes = self._rpc.send_to_idle(members, call.leaving_request, ANSWER_S)
         call.leaving_results += [e for e in outcomes.values() if e.unpack() is not None]
         call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
@@ -164,7 +164,7 @@ class GroupFormer:
         missing = state_machine.format_shortage(num_members, min_workers)
         deadline, num_waits, enough_at = 0.0, 0, math.inf
         while True:
-            self._commands.check_open()
+            self._rpc.check_open()
             self._starter.advance(starting)
             if starting and (error := self._starter.error) is not None:
                 if isinstance(error, WorkerLostError) and self._record.call.causes:
@@ -191,7 +191,7 @@ class GroupFormer:
         """Wait for workers, and form a group of them. Return whether none was lost."""
         self.await_workers(min_workers)
         joining = self._starter.ready_workers()
-        _, lost = self._commands.probe_or_kill(joining)
+        _, lost = self._rpc.probe_or_kill(joining)
         if lost:
             self._discard_lost(lost)
             return False
@@ -240,7 +240,7 @@ class GroupFormer:
         # Replace processes that `_on_start` may have changed, or that can join only one group.
         are_used = bool(self._group.members) or not self._policy.process_can_rejoin
         self._group.members.clear()
-        _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
+        _, lost = self._rpc.probe_or_kill([m for m in members if m not in attempt.lost])
         self._discard_lost(attempt.lost | lost)
         if are_used:
             self._starter.discard(members)
@@ -289,19 +289,19 @@ class GroupFormer:
 
         With `kills_stopped`, declare workers lost whose processes are stopped.
         """
-        attempt, timeout_s = Attempt(calls, self._group.clock), self._commands.timeout_s
+        attempt, timeout_s = Attempt(calls, self._group.clock), self._rpc.timeout_s
         now = self._group.clock.monotonic
         deadline, log_at = now() + timeout_s, now() + _LOG_WAIT_EVERY_S
         is_late = False
         while attempt.is_running and not is_late:
             has_collected = attempt.collect(CHECK_EVERY_S)
-            self._commands.check_open()
+            self._rpc.check_open()
             if now() > log_at:
                 log_at += _LOG_WAIT_EVERY_S
                 waiting = list_ranks(self._record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
             if kills_stopped and not has_collected:
-                _, lost = self._commands.probe_or_kill(
+                _, lost = self._rpc.probe_or_kill(
                     attempt.pending, lambda: attempt.collect(0.0) or now() > deadline
                 )
                 attempt.lost |= lost
@@ -311,7 +311,7 @@ class GroupFormer:
         if is_late or attempt.has_failed:
             if self._backend is not None:
                 self._backend.close()  # wakes workers that still wait for each other
-            self._commands.interrupt_failed(attempt)
+            self._rpc.interrupt_failed(attempt)
         if is_late:
             raise WorkerTimeoutError(
                 f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."

@@ -17,7 +17,7 @@ from raysgd.cluster.serialization import PackedValue, pack
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
-from raysgd.elastic.commands import Commands
+from raysgd.elastic.group_rpc import GroupRpc
 from raysgd.elastic.policies import state_senders
 from raysgd.errors import CheckpointError
 
@@ -112,24 +112,24 @@ class SnapshotKeeper:
             self._group.clock.wait(self._requested.answers, _CHANGED_SNAPSHOT_S)
         self._num_changes_at_end = self._num_changes
 
-    def rescue(self, commands: Commands) -> Progress | None:
+    def rescue(self, rpc: GroupRpc) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
-        answers = commands.ask_progress()
+        answers = rpc.ask_progress()
         sets = [each for each in state_senders(answers) if any(m.is_remote for m in each)]
         for members in sorted(sets, key=lambda each: -answers[each[0]].position.global_step):
-            shards = self._rescue(commands, members)
+            shards = self._rescue(rpc, members)
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
                 self.replace_with(*shards, step=answers[members[0]].position.global_step)
                 return answers[members[0]]
         return None
 
-    def _rescue(self, commands: Commands, members: Sequence[WorkerHandle]) -> list[ReadState]:
+    def _rescue(self, rpc: GroupRpc, members: Sequence[WorkerHandle]) -> list[ReadState]:
         request = RestartStateRequest(num_workers=len(members))
         for open_file in (unnamed_file, None):  # in memory if the disk is full
             try:
                 with Inbox([member.info.node_ip for member in members], open_file) as inbox:
-                    outcomes = commands.send_to_idle(members, request, inbox=inbox).values()
+                    outcomes = rpc.send_to_idle(members, request, inbox=inbox).values()
                 return [self._copy(inbox.resolve(outcome.payload)) for outcome in outcomes]
             except StorageError as error:
                 self._warn_of_disk(error)

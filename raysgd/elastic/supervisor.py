@@ -19,8 +19,14 @@ from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.commands import CHECK_EVERY_S, FAST_CHECK_EVERY_S, Attempt, Commands, results_of
 from raysgd.elastic.group_record import GroupRecord, list_ranks
+from raysgd.elastic.group_rpc import (
+    CHECK_EVERY_S,
+    FAST_CHECK_EVERY_S,
+    Attempt,
+    GroupRpc,
+    results_of,
+)
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
@@ -125,7 +131,7 @@ class Supervisor:
 
     _group: ActorGroup
     _record: GroupRecord
-    _commands: Commands
+    _rpc: GroupRpc
     _starter: WorkerStarter
     _preemption: PreemptionMonitor
     _snapshots: SnapshotKeeper
@@ -186,12 +192,12 @@ class Supervisor:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         run, call = self.call_run, self._record.call
         if self._preemption.must_save and call.can_pause:
-            self._record.set_progress(self._snapshots.rescue(self._commands))
+            self._record.set_progress(self._snapshots.rescue(self._rpc))
             self._preemption.must_save = False
             run.needs_goal = run.saves_soon = True
         run.attempt = None
-        if self._commands.is_pausing:  # the last attempt has not reached its pause
-            self._commands.pause_at(None)
+        if self._rpc.is_pausing:  # the last attempt has not reached its pause
+            self._rpc.pause_at(None)
         if is_replay:
             assert run.replay is not None
             call = run.replay
@@ -208,7 +214,7 @@ class Supervisor:
                 attempt.add(member, answer)
             polled = self._watch(call, attempt)
             if attempt.has_failed:
-                self._commands.interrupt_failed(attempt)
+                self._rpc.interrupt_failed(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
@@ -229,7 +235,7 @@ class Supervisor:
                 stack.enter_context(self._showing_progress(call))
             return request, None
         packed = pack_as(f"the arguments of {call.name}", request)
-        self._commands.check_open()
+        self._rpc.check_open()
         hosts = [member.info.node_ip for member in members]
         if isinstance(request, LoadRequest):
             return stack.enter_context(offering(packed, hosts)), None
@@ -289,7 +295,7 @@ class Supervisor:
 
     def _ask_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
         """Return the progress of the members that answer, and show it."""
-        progress = self._commands.ask_progress(call.log_points.acknowledged_step)
+        progress = self._rpc.ask_progress(call.log_points.acknowledged_step)
         if call.on_progress is not None:
             call.on_progress([each.bar for each in progress.values()])
         call.log_points.add(progress, self._group.members)
@@ -300,7 +306,7 @@ class Supervisor:
         monitor = HealthMonitor(attempt, self._record.ranks, self._group.clock)
         newest = None
         while attempt.is_running:
-            self._commands.check_open()
+            self._rpc.check_open()
             is_busy = call.on_progress is not None or self._starter.num_started()
             idle_s = _CHECK_AT_END_EVERY_S if attempt.outcomes else CHECK_EVERY_S
             if attempt.collect(FAST_CHECK_EVERY_S if is_busy else idle_s):
@@ -315,7 +321,7 @@ class Supervisor:
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
             self._observe(progress)
-            if call.can_pause and not self._commands.is_pausing:
+            if call.can_pause and not self._rpc.is_pausing:
                 is_urgent = any(self._starter.membership_changes()) or self._preemption.must_save
                 if is_urgent or self._share_balancer.wants_change:
                     self._pause(attempt, progress, _LEAD_S if is_urgent else _LONG_LEAD_S)
@@ -330,6 +336,6 @@ class Supervisor:
         if not all(p.measured.step_s for p in progress.values()):
             return  # the step duration is unknown before the first step
         step = choose_pause_step(list(progress.values()), lead_s)
-        steps = self._commands.pause_at(step).values()
+        steps = self._rpc.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
             attempt.needs_new_generation = True  # some workers have passed the step: discard it

@@ -10,7 +10,7 @@ import torch
 from raysgd import ElasticConfig
 from raysgd.callbacks import Callback
 from raysgd.cluster import worker_handle
-from raysgd.elastic import commands
+from raysgd.elastic import group_rpc
 from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
@@ -39,7 +39,7 @@ def three(three_workers):
 
 
 def test_user_exceptions_reach_the_caller_and_change_no_result(three, monkeypatch):
-    monkeypatch.setattr(commands, "_NODE_LOSS_S", 2 * SOON_S)
+    monkeypatch.setattr(group_rpc, "_NODE_LOSS_S", 2 * SOON_S)
     trainer = three.trainer
     trainer.train()
     check_epoch(trainer)

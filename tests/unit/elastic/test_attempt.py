@@ -9,13 +9,13 @@ import ray.exceptions
 from raysgd._internal.progress import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
-from raysgd.elastic.commands import Attempt, Commands
+from raysgd.elastic.group_rpc import Attempt, GroupRpc
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     for name in ("ROOT_CAUSE_S", "_RETURN_S", "_NODE_LOSS_S"):
-        monkeypatch.setattr(f"raysgd.elastic.commands.{name}", 0.01)
+        monkeypatch.setattr(f"raysgd.elastic.group_rpc.{name}", 0.01)
 
 
 def outcome(kind, payload=None):
@@ -46,9 +46,9 @@ def attempt_of(*names):
 
 def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again_until_the_wait_ends():
     group = SimpleNamespace(clock=Clock(), detect_cut_off=lambda: False)
-    requests = Commands(group, None, lambda: None, 1.0)
-    assert requests.probe_or_kill([Named("a")], is_over=lambda: True) == ({}, {})
-    assert requests.probe_or_kill([Named("a")]) == ({"a": Progress()}, {})
+    rpc = GroupRpc(group, None, lambda: None, 1.0)
+    assert rpc.probe_or_kill([Named("a")], is_over=lambda: True) == ({}, {})
+    assert rpc.probe_or_kill([Named("a")]) == ({"a": Progress()}, {})
 
 
 def test_the_first_failure_in_time_is_the_one_to_raise():
@@ -69,7 +69,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     assert attempt.has_failed
     assert attempt.needs_new_generation  # so that the call is repeated, if possible
     interrupted = outcome("interrupted", RuntimeError())
-    commands = Commands(SimpleNamespace(clock=Clock()), None, None, 1.0)
-    monkeypatch.setattr(commands, "interrupt", lambda _: futures["b"].set_result(interrupted))
-    commands.interrupt_failed(attempt)
+    rpc = GroupRpc(SimpleNamespace(clock=Clock()), None, None, 1.0)
+    monkeypatch.setattr(rpc, "interrupt", lambda _: futures["b"].set_result(interrupted))
+    rpc.interrupt_failed(attempt)
     assert (attempt.lost, attempt.pending) == ({}, {})

@@ -6,7 +6,7 @@ import pytest
 
 from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.worker import Outcome, Worker
-from raysgd.elastic.commands import Attempt
+from raysgd.elastic.group_rpc import Attempt
 from raysgd.elastic.supervisor import HealthMonitor
 from tests.unit.cluster.clock import ManualClock
 

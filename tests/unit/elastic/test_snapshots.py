@@ -14,7 +14,7 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.comm.connection import Address
-from raysgd.elastic.commands import Commands
+from raysgd.elastic.group_rpc import GroupRpc
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from tests.conftest import wait_until
@@ -201,7 +201,7 @@ def test_a_rescued_state_leaves_the_memory_of_the_driver_if_it_can(keeper, monke
     with open("/dev/full", "wb", buffering=0) as full:
         if is_full:
             monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: full)
-        keeper.rescue(Commands(group, None, None, 0.0))
+        keeper.rescue(GroupRpc(group, None, None, 0.0))
     assert torch.equal(keeper.load()["a"], state["a"])
     assert isinstance(member.asked[-1].result().payload, Address)
 

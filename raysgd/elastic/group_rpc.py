@@ -1,4 +1,4 @@
-"""The calls from the driver to the members, and their outcomes."""
+"""Remote procedure calls from the driver to several workers, and their outcomes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LOG_BUSY_AFTER_S = 5.0
 
 
 class Attempt:
-    """Collects the outcomes of one call.
+    """Collects the outcomes of a request to several workers, or of a phase of a start or a rejoin.
 
     A lost worker and the first error of user code are causes. A failed collective is not.
     """
@@ -129,8 +129,8 @@ class Attempt:
 
 
 @dataclass(eq=False)
-class Commands:
-    """Sends requests to all members, and tracks which of them are busy."""
+class GroupRpc:
+    """Calls methods of all members, and tracks which members are busy."""
 
     group: ActorGroup
     record: GroupRecord
