@@ -136,7 +136,7 @@ class Controller:
             yield
         except BaseException as error:
             if not self.is_shut_down:
-                has_reached = self._supervisor.call_run.attempt is not None
+                has_reached = self._supervisor.execution.attempt is not None
                 self._react(state_machine.Aborted(reached_workers=has_reached))
                 if has_reached and isinstance(error, KeyboardInterrupt):
                     self.record.interruption = "interrupted by Ctrl-C"
@@ -172,7 +172,7 @@ class Controller:
             for action in actions:
                 assert following is None  # only the last action returns an event
                 if action in (Do.RUN_CALL, Do.REPLAY):  # here, for short tracebacks of users
-                    following = self._supervisor.make_attempt(is_replay=action is Do.REPLAY)
+                    following = self._supervisor.run_attempt(is_replay=action is Do.REPLAY)
                 else:
                     following = self._execute(action)
             if following is None:
@@ -200,8 +200,8 @@ class Controller:
             case Do.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.INTERRUPT:
-                assert self._supervisor.call_run.attempt is not None
-                self._rpc.interrupt(self._supervisor.call_run.attempt)
+                assert self._supervisor.execution.attempt is not None
+                self._rpc.interrupt(self._supervisor.execution.attempt)
                 record.set_progress(*self._rpc.ask_progress().values())
             case Do.COLLECT_METRICS:
                 former.collect_metrics(self.members)
@@ -223,7 +223,7 @@ class Controller:
                 if lost:
                     self._starter.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
-                    record.set_progress(record.progress, self._supervisor.call_run.progress_before)
+                    record.set_progress(record.progress, self._supervisor.execution.progress_before)
                 raise record.make_error(why, *next(iter(lost.items()), ()))
         return None
 

@@ -107,8 +107,8 @@ class HealthMonitor:
 
 
 @dataclass(eq=False)
-class CallRun:
-    """What one `Controller.run` of a call changes."""
+class CallExecution:
+    """What the supervisor keeps while `Controller.run` executes a call."""
 
     progress_before: Progress
     """The progress before the call. It counts, even if a later step has damaged the state."""
@@ -127,7 +127,7 @@ class CallRun:
 
 @dataclass(eq=False)
 class Supervisor:
-    """Makes attempts at the running call."""
+    """Runs attempts at the running call."""
 
     _group: ActorGroup
     _record: GroupRecord
@@ -144,7 +144,7 @@ class Supervisor:
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self._record.call = call
-        self.call_run = CallRun(self._record.progress._replace(held_state=HeldState()))
+        self.execution = CallExecution(self._record.progress._replace(held_state=HeldState()))
 
     def check_group(self) -> state_machine.GroupChecked:
         """Let the components observe the group. Return the changes that are due."""
@@ -170,45 +170,45 @@ class Supervisor:
 
     def _prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
-        run, call = self.call_run, self._record.call
-        before = run.progress_before.position
+        execution, call = self.execution, self._record.call
+        before = execution.progress_before.position
         step = self._record.position.global_step
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return False
-        if not run.has_warned_of_replay:
-            run.has_warned_of_replay = True
+        if not execution.has_warned_of_replay:
+            execution.has_warned_of_replay = True
             logger.warning(
                 "Steps %d to %d were lost with all workers. They run again, with the `info` and "
                 "`dataset` of the newest call of train().",
                 step + 1,
                 before.global_step,
             )
-        if run.replay is None and call.make_replay is not None:
-            run.replay = call.make_replay(before)
-        return run.replay is not None
+        if execution.replay is None and call.make_replay is not None:
+            execution.replay = call.make_replay(before)
+        return execution.replay is not None
 
-    def make_attempt(self, is_replay: bool) -> state_machine.GroupEvent:
-        """Make one attempt at the call. The attempt ends shortly after a failure."""
-        run, call = self.call_run, self._record.call
+    def run_attempt(self, is_replay: bool) -> state_machine.GroupEvent:
+        """Run one attempt at the call. The attempt ends shortly after a failure."""
+        execution, call = self.execution, self._record.call
         if self._preemption.must_save and call.can_pause:
             self._record.set_progress(self._snapshots.rescue(self._rpc))
             self._preemption.must_save = False
-            run.needs_goal = run.saves_soon = True
-        run.attempt = None
+            execution.needs_goal = execution.saves_soon = True
+        execution.attempt = None
         if self._rpc.is_pausing:  # the last attempt has not reached its pause
             self._rpc.pause_at(None)
         if is_replay:
-            assert run.replay is not None
-            call = run.replay
-        elif run.needs_goal and call.make_request is not None:
-            newest = newest_progress([self._record.progress, run.progress_before])
-            call.request = call.make_request(newest.position, run.saves_soon)
-            run.needs_goal = False
+            assert execution.replay is not None
+            call = execution.replay
+        elif execution.needs_goal and call.make_request is not None:
+            newest = newest_progress([self._record.progress, execution.progress_before])
+            call.request = call.make_request(newest.position, execution.saves_soon)
+            execution.needs_goal = False
         members = self._group.members[:] if call.rank is None else [self._group.members[call.rank]]
         with contextlib.ExitStack() as stack:
             packed, inbox = self._pack_request(call, members, stack)
-            run.attempt = attempt = Attempt({}, self._group.clock)
+            execution.attempt = attempt = Attempt({}, self._group.clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 answer = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
                 attempt.add(member, answer)
@@ -228,8 +228,8 @@ class Supervisor:
         request = call.request
         if call.rank is None:
             shares = self._share_balancer.choose_for(members)
-            request = request.for_attempt(shares, self.call_run.min_splits)
-        self.call_run.min_splits = 0
+            request = request.for_attempt(shares, self.execution.min_splits)
+        self.execution.min_splits = 0
         if self._group.options.is_inline:
             if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))
@@ -261,15 +261,15 @@ class Supervisor:
             outcomes = [attempt.outcomes[member] for member in attempt.members]
             return state_machine.CallReturned(outcomes=outcomes, is_complete=is_complete)
         member, outcome = attempt.first_user_error or (None, None)
-        self.call_run.min_splits = 0 if outcome is None else outcome.min_splits
+        self.execution.min_splits = 0 if outcome is None else outcome.min_splits
         if member and outcome and outcome.min_splits:  # memory ran out
             cause = repr(outcome.unpack())
             self._record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
         if attempt.lost:
             return state_machine.WorkersLost(lost=attempt.lost)
-        is_stopped = attempt.needs_new_generation and outcome is None
+        was_interrupted = attempt.needs_new_generation and outcome is None
         can_repeat = call.has_batches or call.max_failures > 0
-        if self.call_run.min_splits or (is_stopped and can_repeat):
+        if self.execution.min_splits or (was_interrupted and can_repeat):
             return state_machine.CallFailed()
         error = attempt.make_error()
         if member is not None:
@@ -283,7 +283,7 @@ class Supervisor:
 
         def poll() -> None:
             while not ended.wait(CHECK_EVERY_S):
-                self._ask_progress(call)
+                self._poll_progress(call)
 
         thread = threading.Thread(target=poll, name="raysgd-progress", daemon=True)
         thread.start()
@@ -293,7 +293,7 @@ class Supervisor:
             ended.set()
             thread.join()
 
-    def _ask_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
+    def _poll_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
         """Return the progress of the members that answer, and show it."""
         progress = self._rpc.ask_progress(call.log_points.acknowledged_step)
         if call.on_progress is not None:
@@ -313,7 +313,7 @@ class Supervisor:
                 continue
             if self._group.detect_cut_off():
                 continue  # the workers wait for the network too
-            progress = self._ask_progress(call)
+            progress = self._poll_progress(call)
             if progress:
                 newest = newest_progress([p for p in (newest, *progress.values()) if p])
             if call.has_batches:
