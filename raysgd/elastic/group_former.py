@@ -229,8 +229,8 @@ class GroupFormer:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
         with offering(packed, [member.info.node_ip for member in members]) as offer:
-            calls = {member: member.submit_work(Worker.handle, offer) for member in members}
-            attempt = self._await_phase(calls, "load")
+            answers = {member: member.submit_work(Worker.handle, offer) for member in members}
+            attempt = self._await_phase(answers, "load")
         yield attempt
 
     def _handle_failed_start(self, attempt: Attempt, members: Sequence[WorkerHandle]) -> None:
@@ -259,37 +259,39 @@ class GroupFormer:
         Without a leader, they run their setup.
         """
         self._record.generation += 1
-        contexts = policies.assign_contexts(
+        assigned = policies.assign_contexts(
             [member.info for member in members],
             generation=self._record.generation,
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
         shares = self._share_balancer.configured_for(members)
-        context_of = {m: replace(c, shares=shares) for m, c in zip(members, contexts, strict=True)}
+        contexts = {m: replace(c, shares=shares) for m, c in zip(members, assigned, strict=True)}
         rendezvous = self._backend and self._backend.prepare([m.info.node_ip for m in members])
         if leader is None:
-            self._starter.record_set_up(context_of)
-            calls = {m: m.submit_work(Worker.set_up, c, rendezvous) for m, c in context_of.items()}
-            attempt = self._await_phase(calls, "set up")
+            self._starter.record_set_up(contexts)
+            answers = {m: m.submit_work(Worker.set_up, c, rendezvous) for m, c in contexts.items()}
+            attempt = self._await_phase(answers, "set up")
         else:
-            calls = {
-                m: m.submit_work(Worker.rejoin, c, rendezvous, leader)
-                for m, c in context_of.items()
+            answers = {
+                m: m.submit_work(Worker.rejoin, c, rendezvous, leader) for m, c in contexts.items()
             }
-            attempt = self._await_phase(calls, "join a new generation", kills_stopped=True)
+            attempt = self._await_phase(answers, "join a new generation", kills_stopped=True)
         if self._backend is not None and not attempt.has_failed:
             self._backend.release_rendezvous()
         return attempt
 
     def _await_phase(
-        self, calls: Mapping[WorkerHandle, Future[Outcome]], task: str, kills_stopped: bool = False
+        self,
+        answers: Mapping[WorkerHandle, Future[Outcome]],
+        task: str,
+        kills_stopped: bool = False,
     ) -> Attempt:
         """Wait for one phase of a start or a rejoin, up to `timeout_s`.
 
         With `kills_stopped`, declare workers lost whose processes are stopped.
         """
-        attempt, timeout_s = Attempt(calls, self._group.clock), self._rpc.timeout_s
+        attempt, timeout_s = Attempt(answers, self._group.clock), self._rpc.timeout_s
         now = self._group.clock.monotonic
         deadline, log_at = now() + timeout_s, now() + _LOG_WAIT_EVERY_S
         is_late = False

@@ -186,8 +186,8 @@ class GroupRpc:
         idle = [member for member in self.group.members if member not in busy]
         self._call_control(idle, Worker.interrupt, self.record.generation)
         packed = pack_as(request.name, request)
-        asked = {member: member.submit_work(Worker.handle, packed) for member in idle}
-        attempt = Attempt(asked, self.group.clock)
+        answers = {member: member.submit_work(Worker.handle, packed) for member in idle}
+        attempt = Attempt(answers, self.group.clock)
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them
 
@@ -195,9 +195,9 @@ class GroupRpc:
         self, members: Iterable[WorkerHandle], method: Any, *arguments: Any
     ) -> dict[WorkerHandle, Any]:
         """Call a control method of workers. Return the answers of those that answer soon."""
-        asked = {member: member.submit_control(method, *arguments) for member in members}
-        self.group.clock.wait(asked.values(), ANSWER_S)
-        return results_of(asked)
+        answers = {member: member.submit_control(method, *arguments) for member in members}
+        self.group.clock.wait(answers.values(), ANSWER_S)
+        return results_of(answers)
 
     def send_to_idle(
         self,
@@ -211,9 +211,12 @@ class GroupRpc:
         Log the other outcomes. Later requests detect lost workers.
         """
         packed = pack(request)
-        asked = {m: m.submit_work(Worker.handle, packed, inbox and inbox.expect()) for m in members}
-        self.group.clock.wait(asked.values(), timeout_s)
-        outcomes: dict[WorkerHandle, Outcome] = results_of(asked)
+        answers = {
+            member: member.submit_work(Worker.handle, packed, inbox and inbox.expect())
+            for member in members
+        }
+        self.group.clock.wait(answers.values(), timeout_s)
+        outcomes: dict[WorkerHandle, Outcome] = results_of(answers)
         for member in [each for each, outcome in outcomes.items() if outcome.kind != "ok"]:
             where, error = list_ranks(self.record.ranks, [member]), outcomes.pop(member).unpack()
             logger.warning("%s failed on worker %s: %r", request.name, where, error)
@@ -252,36 +255,35 @@ class GroupRpc:
         A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`, or until
         `is_over`. A stopped process may take `_STOPPED_S`.
         """
-        asked = {member: member.submit_control(Worker.progress) for member in members}
+        answers = {member: member.submit_control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
         began = checked_at = self.group.clock.monotonic()
         while True:
-            self.group.clock.wait(asked.values(), CHECK_EVERY_S)
+            self.group.clock.wait(answers.values(), CHECK_EVERY_S)
             now = self.group.clock.monotonic()
             if self.group.detect_cut_off():
                 began = checked_at = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
-            unavailable = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_be_alive(e)]
+            unavailable = [m for m, error in _errors_of(answers).items() if m.may_be_alive(error)]
             if now - began >= _STOPPED_S:
                 unavailable = []
-            silent = [member for member, answer in asked.items() if not answer.done()]
+            silent = [member for member, answer in answers.items() if not answer.done()]
             if not (unavailable or silent) or is_over():
                 break
             if now - checked_at >= _STOPPED_S:
                 checked_at = now
-                lost |= self._silent_too_long(silent, now - began)
-                asked = {member: answer for member, answer in asked.items() if member not in lost}
+                lost |= self._find_unresponsive(silent, now - began)
+                answers = {m: answer for m, answer in answers.items() if m not in lost}
             if unavailable:
                 self.group.clock.sleep(_ASK_AGAIN_S)
-            asked |= {member: member.submit_control(Worker.progress) for member in unavailable}
+            answers |= {member: member.submit_control(Worker.progress) for member in unavailable}
             self.check_open()
         for member in lost:  # the process may still exist
             member.kill_process()
-        asked = {member: answer for member, answer in asked.items() if member not in unavailable}
-        lost |= {member: error for member, f in asked.items() if (error := _error_of(f))}
-        return results_of(asked), lost
+        answers = {m: answer for m, answer in answers.items() if m not in unavailable}
+        return results_of(answers), lost | _errors_of(answers)
 
-    def _silent_too_long(
+    def _find_unresponsive(
         self, silent: Sequence[WorkerHandle], waited_s: float
     ) -> dict[WorkerHandle, BaseException]:
         """Return the workers to declare lost: stopped ones, and all of them after `timeout_s`."""
@@ -294,10 +296,10 @@ class GroupRpc:
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))
 
 
-def _error_of(answer: Future[Any]) -> BaseException | None:
-    return answer.exception() if answer.done() else None
+def _errors_of(answers: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, BaseException]:
+    return {m: error for m, f in answers.items() if f.done() and (error := f.exception())}
 
 
-def results_of(asked: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
+def results_of(answers: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
     """Return the results of the calls that have succeeded."""
-    return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
+    return {m: f.result() for m, f in answers.items() if f.done() and f.exception() is None}

@@ -30,8 +30,8 @@ ReadState = Callable[[], Any]
 """Returns a stored state."""
 
 
-class _SnapshotRequest(NamedTuple):
-    """A request for the snapshots of one step, which arrive in the inbox."""
+class _IncomingSnapshot(NamedTuple):
+    """The snapshots of one step that workers are sending, one if the state is not sharded."""
 
     step: int
     inbox: Inbox
@@ -48,14 +48,14 @@ class SnapshotKeeper:
         self._group = group
         self._shards: Sequence[ReadState] = ()  # one for each rank if the state is sharded
         self._step = -1
-        self._requested: _SnapshotRequest | None = None
+        self._incoming: _IncomingSnapshot | None = None
         self._has_warned = False
         self._num_changes = self._num_changes_at_end = 0
 
     def replace_with(self, *shards: ReadState, step: int = -1) -> None:
         """Keep this state, or none, until there is a snapshot with more than `step` steps."""
         self._shards, self._step = shards, step
-        self._cancel_request()
+        self._cancel_incoming()
 
     def store(self, state: Mapping[str, Any]) -> None:
         """Keep a copy of a state, in a file if it is large."""
@@ -78,15 +78,15 @@ class SnapshotKeeper:
         step, num_changes = of_rank_0.snapshot
         if num_changes != self._num_changes:
             self._step = -1  # fetch it even if it has the same step
-            self._cancel_request()
+            self._cancel_incoming()
             self._num_changes = num_changes
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
-        elif self._requested is None and step > self._step:
-            asked = {each: progress[each] for each in state_senders(progress)[0]}
-            are_equal = all(each.snapshot.step == step for each in asked.values())
-            if are_equal and any(each.is_remote for each in asked):
-                self._fetch(asked, step)
+        elif self._incoming is None and step > self._step:
+            senders = {each: progress[each] for each in state_senders(progress)[0]}
+            are_equal = all(each.snapshot.step == step for each in senders.values())
+            if are_equal and any(each.is_remote for each in senders):
+                self._fetch(senders, step)
 
     def _fetch(self, progress: Mapping[WorkerHandle, Progress], step: int) -> None:
         """Request the snapshots of workers. Shards must be of one step."""
@@ -96,20 +96,20 @@ class SnapshotKeeper:
         except OSError as error:  # the driver's host has no network
             logger.debug("A snapshot was not requested: %r", error)
             return
-        self._requested = _SnapshotRequest(step, inbox, [])
+        self._incoming = _IncomingSnapshot(step, inbox, [])
         for member, each in progress.items():
             arguments = only, each.snapshot.num_changes, inbox.expect()
-            self._requested.answers.append(member.submit_control(Worker.send_snapshot, *arguments))
+            self._incoming.answers.append(member.submit_control(Worker.send_snapshot, *arguments))
 
-    def _cancel_request(self) -> None:
-        if self._requested is not None:
-            self._requested.inbox.close()
-        self._requested = None
+    def _cancel_incoming(self) -> None:
+        if self._incoming is not None:
+            self._incoming.inbox.close()
+        self._incoming = None
 
-    def await_changes(self) -> None:
+    def await_changed_snapshot(self) -> None:
         """Wait for a snapshot of what the call has changed, because no restart repeats the call."""
-        if self._num_changes != self._num_changes_at_end and self._requested is not None:
-            self._group.clock.wait(self._requested.answers, _CHANGED_SNAPSHOT_S)
+        if self._num_changes != self._num_changes_at_end and self._incoming is not None:
+            self._group.clock.wait(self._incoming.answers, _CHANGED_SNAPSHOT_S)
         self._num_changes_at_end = self._num_changes
 
     def rescue(self, rpc: GroupRpc) -> Progress | None:
@@ -148,8 +148,8 @@ class SnapshotKeeper:
 
     def receive(self) -> bool:
         """Store a snapshot that has arrived. Return whether there is a state to load."""
-        if self._requested is not None and all(a.done() for a in self._requested.answers):
-            (step, inbox, answers), self._requested = self._requested, None
+        if self._incoming is not None and all(a.done() for a in self._incoming.answers):
+            (step, inbox, answers), self._incoming = self._incoming, None
             try:
                 with inbox:
                     shards = [inbox.resolve(answer.result()) for answer in answers]

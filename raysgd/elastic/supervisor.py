@@ -96,12 +96,12 @@ class HealthMonitor:
         waited_s = now - self._progressed_at
         if waited_s >= _STANDSTILL_S:
             self._progressed_at = math.inf
-            asked = {m: m.submit_control(Worker.stacks) for m in self.attempt.pending}
-            self.clock.wait(asked.values(), _STACKS_S)
-            answers, none = results_of(asked), "no answer: the process is stopped or gone"
+            answers = {m: m.submit_control(Worker.stacks) for m in self.attempt.pending}
+            self.clock.wait(answers.values(), _STACKS_S)
+            received, none = results_of(answers), "no answer: the process is stopped or gone"
             stacks = [
-                f"Worker {self.ranks[member]} on {member.name}:\n{answers.get(member, none)}"
-                for member in asked
+                f"Worker {self.ranks[member]} on {member.name}:\n{received.get(member, none)}"
+                for member in answers
             ]
             logger.warning("No batch finished for %.0f s. %s", waited_s, "\n".join(stacks))
 
@@ -257,7 +257,7 @@ class Supervisor:
             paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
             is_complete = not paused and not is_replay
             if is_complete:
-                self._snapshots.await_changes()
+                self._snapshots.await_changed_snapshot()
             outcomes = [attempt.outcomes[member] for member in attempt.members]
             return state_machine.CallReturned(outcomes=outcomes, is_complete=is_complete)
         member, outcome = attempt.first_user_error or (None, None)

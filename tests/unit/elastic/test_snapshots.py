@@ -143,7 +143,7 @@ class LargeMember(FakeMember):
 
 def fetch_all(keeper, member, step):
     keeper.request_newer({member: at(step)})
-    wait_until(lambda: (keeper.receive(), keeper._requested)[1] is None)
+    wait_until(lambda: (keeper.receive(), keeper._incoming)[1] is None)
 
 
 def test_the_driver_stores_large_states_in_a_file_without_a_name(keeper, tmp_path, monkeypatch):
