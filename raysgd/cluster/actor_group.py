@@ -14,7 +14,7 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
 from raysgd.cluster.preemption_notices import Notice, PreemptionNotices
-from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerInfo
+from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerLocation
 from raysgd.cluster.worker_handle import ActorHandle, LocalHandle, WorkerHandle
 
 if TYPE_CHECKING:  # it imports Ray, which a worker in the driver's process does not need
@@ -101,7 +101,7 @@ class ActorGroup:
             import ray
 
             worker = LocalHandle(has_thread=True)
-            worker.info = WorkerInfo(
+            worker.location = WorkerLocation(
                 node_id=ray.get_runtime_context().get_node_id(),
                 node_ip=ray.util.get_node_ip_address(),
                 in_driver=True,
@@ -185,14 +185,14 @@ class ActorGroup:
                 self.clock.wait([worker.submit_work(Worker.teardown)], _TEARDOWN_S)
             worker.kill()
             if (slot := self._slots.pop(worker, None)) is not None:
-                slot.last_node_id = worker.info.node_id or None
+                slot.last_node_id = worker.location.node_id or None
             if worker in self.members:
                 self.members.remove(worker)
 
     def sort_by_node(self, members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
         """Return the workers grouped by node. Within a node, keep their order."""
-        nodes = list(dict.fromkeys(member.info.node_id for member in members))
-        return sorted(members, key=lambda member: nodes.index(member.info.node_id))
+        nodes = list(dict.fromkeys(member.location.node_id for member in members))
+        return sorted(members, key=lambda member: nodes.index(member.location.node_id))
 
     def shutdown(self, force: bool = False, patience_s: float = _TEARDOWN_S) -> None:
         """Stop all workers, and release their resources.

@@ -94,5 +94,5 @@ class PreemptionNotices:
     def preempted(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, Notice]:
         """Return the workers that will be preempted."""
         nodes, known = self.nodes, self._by_target
-        found = {m: known.get(m) or nodes.get(m.info.node_id) for m in members if m.is_remote}
+        found = {m: known.get(m) or nodes.get(m.location.node_id) for m in members if m.is_remote}
         return {member: notice for member, notice in found.items() if notice is not None}

@@ -34,16 +34,16 @@ def start(group: ActorGroup, num_workers: int) -> None:
 
 def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
     timeout_s = max(group.options.start_timeout_s, COME_UP_S)
-    infos = [member.submit_control(Worker.info) for member in members]
-    if missing := group.clock.wait(infos, timeout_s):
-        ranks = [rank for rank, info in enumerate(infos) if info in missing]
+    locations = [member.submit_control(Worker.locate) for member in members]
+    if missing := group.clock.wait(locations, timeout_s):
+        ranks = [rank for rank, location in enumerate(locations) if location in missing]
         raise WorkerTimeoutError(
             f"Processes of workers {', '.join(map(str, ranks))} did not start within "
             f"{timeout_s:g} s. {WAIT_LONGER}"
         )
-    for member, info in zip(members, infos, strict=True):
+    for member, location in zip(members, locations, strict=True):
         try:
-            member.start_watching(info.result())
+            member.start_watching(location.result())
         except Exception as error:
             if is_worker_failure(error):
                 raise WorkerLostError(f"A worker died during its start: {error}") from error
@@ -108,10 +108,10 @@ def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:
     except Exception as error:
         if not is_worker_failure(error):
             raise
-        cause_text = exit_cause(error, member.info)
+        cause_text = exit_cause(error, member.location)
         raise WorkerLostError(
             f"Lost worker {rank} on {member.name}: {cause_text}",
             rank=rank,
-            node_id=member.info.node_id,
+            node_id=member.location.node_id,
             cause=cause_text,
         ) from error

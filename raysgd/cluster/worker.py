@@ -33,7 +33,7 @@ from raysgd.errors import RemoteError, RemoteTraceback
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerInfo:
+class WorkerLocation:
     """Where a worker runs."""
 
     node_id: str
@@ -120,11 +120,11 @@ class Worker:
         """Held while the worker handles a message to this generation, so that the next one cannot
         start. A signal handler in the driver's process may take the lock again."""
 
-    def info(self) -> WorkerInfo:
+    def locate(self) -> WorkerLocation:
         import ray
 
         context = ray.get_runtime_context()
-        return WorkerInfo(
+        return WorkerLocation(
             node_id=context.get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
             pid=os.getpid(),

@@ -17,7 +17,7 @@ import psutil
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.host_monitor import HostError, HostMonitor, HostWatch
 from raysgd.cluster.serialization import PackedValue
-from raysgd.cluster.worker import Worker, WorkerInfo
+from raysgd.cluster.worker import Worker, WorkerLocation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,18 +35,18 @@ _SIGNAL_S = 10.0  # timeout for sending a signal on another node, in seconds
 class WorkerHandle(ABC):
     """One worker, on the driver. Calls return futures."""
 
-    info = WorkerInfo(node_id="", node_ip="")  # empty until it is known
+    location = WorkerLocation(node_id="", node_ip="")  # empty until it is known
     is_remote: bool  # else it runs in the process of the driver
     watch: HostWatch | None = None  # None on the driver's own host
     can_be_called: bool = True
 
-    def start_watching(self, info: WorkerInfo) -> None:
+    def start_watching(self, location: WorkerLocation) -> None:
         """Store where the worker runs, and start to watch its host."""
-        self.info = info
+        self.location = location
 
     @property
     def is_reachable(self) -> bool:
-        return bool(self.info.node_ip) if self.watch is None else self.watch.is_reachable
+        return bool(self.location.node_ip) if self.watch is None else self.watch.is_reachable
 
     def may_be_alive(self, error: BaseException) -> bool:
         """Return whether the worker may be alive although Ray raised this error."""
@@ -87,9 +87,9 @@ class WorkerHandle(ABC):
 
     @property
     def name(self) -> str:
-        if not self.info.node_ip:
+        if not self.location.node_ip:
             return "a node that is not known yet"
-        return f"node {self.info.node_id[:8] or 'unknown'} ({self.info.node_ip})"
+        return f"node {self.location.node_id[:8] or 'unknown'} ({self.location.node_ip})"
 
 
 class ActorHandle(WorkerHandle):
@@ -103,10 +103,11 @@ class ActorHandle(WorkerHandle):
         self._unanswered: dict[Future[Any], None] = {}
         self._host_error: HostError | None = None
 
-    def start_watching(self, info: WorkerInfo) -> None:
-        self.info = info
-        monitor = self._monitor
-        if monitor is not None and (watch := monitor.watch(info.node_ip, self._fail)) is not None:
+    def start_watching(self, location: WorkerLocation) -> None:
+        self.location = location
+        if (monitor := self._monitor) is None:
+            return
+        if (watch := monitor.watch(location.node_ip, self._fail)) is not None:
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.interrupts_calls)
             answer = self.submit_control(Worker.watch_driver, *arguments)
@@ -213,8 +214,8 @@ class ActorHandle(WorkerHandle):
 
         def call() -> None:
             try:
-                run = function if _is_here(self.info) else _as_task(function, self.info.node_id)
-                ended.set_result(run(self.info.pid, *arguments))
+                run = function if _is_here(self.location) else _as_task(function, self.location)
+                ended.set_result(run(self.location.pid, *arguments))
             except BaseException as error:
                 ended.set_exception(error)
 
@@ -232,7 +233,7 @@ class LocalHandle(WorkerHandle):
     is_remote = False
 
     def __init__(self, has_thread: bool = False) -> None:
-        self.info = WorkerInfo(node_id="", node_ip="127.0.0.1", in_driver=True)
+        self.location = WorkerLocation(node_id="", node_ip="127.0.0.1", in_driver=True)
         self.worker = Worker(is_remote=False)
         name = "raysgd-worker-0"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
@@ -259,12 +260,12 @@ class LocalHandle(WorkerHandle):
             self._thread.shutdown(wait=False)  # a queued teardown still runs
 
 
-def _as_task(function: Any, node_id: str) -> Callable[..., Any]:
-    """Return a function that runs as a Ray task on a node."""
+def _as_task(function: Any, location: WorkerLocation) -> Callable[..., Any]:
+    """Return a function that runs as a Ray task on the node of a worker."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    at = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    at = NodeAffinitySchedulingStrategy(location.node_id, soft=False)
     remote: Any = ray.remote
     task = remote(num_cpus=0, scheduling_strategy=at)(function)
     return lambda *arguments: ray.get(task.remote(*arguments))
@@ -288,7 +289,7 @@ def _is_stopped(pid: int) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
-def _is_here(info: WorkerInfo) -> bool:
+def _is_here(location: WorkerLocation) -> bool:
     """Return whether a worker runs on the driver's node."""
     import ray
     import ray.util.client
@@ -296,10 +297,10 @@ def _is_here(info: WorkerInfo) -> bool:
     if ray.util.client.ray.is_connected():  # the context has the node of the Ray Client server
         return False
     node_id: str = ray.get_runtime_context().get_node_id()
-    return info.node_id == node_id
+    return location.node_id == node_id
 
 
-def exit_cause(error: BaseException, info: WorkerInfo) -> str:
+def exit_cause(error: BaseException, location: WorkerLocation) -> str:
     """Return one line from a Ray error that says why a process ended."""
     import ray.exceptions
 
@@ -315,7 +316,7 @@ def exit_cause(error: BaseException, info: WorkerInfo) -> str:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         cause = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
         cause = cause.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
-    return f"process {info.pid}: {cause}" if info.pid else cause
+    return f"process {location.pid}: {cause}" if location.pid else cause
 
 
 def is_worker_failure(error: BaseException) -> bool:
@@ -335,7 +336,7 @@ def is_worker_failure(error: BaseException) -> bool:
 def cause_of(member: WorkerHandle | None, error: BaseException) -> str:
     """Return in one line why a worker was lost or did not start."""
     if member is not None and is_worker_failure(error):
-        return without_secrets(exit_cause(error, member.info))
+        return without_secrets(exit_cause(error, member.location))
     cause = getattr(error, "cause", None)  # of an error that Ray brings: its text is a traceback
     text = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -228,7 +228,7 @@ class GroupFormer:
         if state is None:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
-        with offering(packed, [member.info.node_ip for member in members]) as offer:
+        with offering(packed, [member.location.node_ip for member in members]) as offer:
             answers = {member: member.submit_work(Worker.handle, offer) for member in members}
             attempt = self._await_phase(answers, "load")
         yield attempt
@@ -260,14 +260,14 @@ class GroupFormer:
         """
         self._record.generation += 1
         assigned = policies.assign_contexts(
-            [member.info for member in members],
+            [member.location for member in members],
             generation=self._record.generation,
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
         shares = self._share_balancer.configured_for(members)
         contexts = {m: replace(c, shares=shares) for m, c in zip(members, assigned, strict=True)}
-        rendezvous = self._backend and self._backend.prepare([m.info.node_ip for m in members])
+        rendezvous = self._backend and self._backend.prepare([m.location.node_ip for m in members])
         if leader is None:
             self._starter.record_set_up(contexts)
             answers = {m: m.submit_work(Worker.set_up, c, rendezvous) for m, c in contexts.items()}

@@ -104,7 +104,7 @@ class GroupRecord:
             kind=kind,
             generation=self.generation,
             ranks=tuple(self.ranks.get(member, -1) for member in members),
-            nodes=tuple(member.info.node_id for member in members),
+            nodes=tuple(member.location.node_id for member in members),
             step=self.position.global_step,
             cause=without_secrets(cause),  # events are written to files and sent to servers
             num_workers=num_workers,
@@ -139,7 +139,7 @@ class GroupRecord:
         error = WorkerLostError(
             "\n".join([f"{what}: {why.rstrip('.')}.", *self.call.causes]),
             rank=-1 if member is None else self.ranks.get(member, -1),
-            node_id="" if member is None else member.info.node_id,
+            node_id="" if member is None else member.location.node_id,
             cause="" if cause is None else cause_of(member, cause),
         )
         error.__cause__ = cause

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import Progress
-from raysgd.cluster.worker import WorkerInfo
+from raysgd.cluster.worker import WorkerLocation
 from raysgd.elastic.config import ElasticConfig
 
 _Member = TypeVar("_Member")
@@ -43,37 +43,37 @@ class Policy:
 
 
 def assign_contexts(
-    infos: Sequence[WorkerInfo], *, generation: int, distributed: bool, num_cpus: float
+    locations: Sequence[WorkerLocation], *, generation: int, distributed: bool, num_cpus: float
 ) -> list[WorkerContext]:
-    """Assign ranks: world ranks in the order of `infos`, local ranks by node.
+    """Assign ranks: world ranks in the order of `locations`, local ranks by node.
 
     All workers of a node see all of its GPUs in one order, so that NCCL can use direct paths
     between them. Each worker gets the index of its own GPU.
     """
     ranks_on: dict[str, list[int]] = {}
-    for rank, info in enumerate(infos):
-        ranks_on.setdefault(info.node_id, []).append(rank)
+    for rank, location in enumerate(locations):
+        ranks_on.setdefault(location.node_id, []).append(rank)
     contexts = {}
     for node_rank, ranks in enumerate(ranks_on.values()):
-        gpus = {gpu for rank in ranks for gpu in infos[rank].gpu_ids}
+        gpus = {gpu for rank in ranks for gpu in locations[rank].gpu_ids}
         visible = tuple(sorted(gpus, key=lambda gpu: (len(gpu), gpu)))
         for local_rank, rank in enumerate(ranks):
-            info = infos[rank]
+            location = locations[rank]
             contexts[rank] = WorkerContext(
                 world_rank=rank,
-                world_size=len(infos),
+                world_size=len(locations),
                 local_rank=local_rank,
                 local_world_size=len(ranks),
                 node_rank=node_rank,
                 generation=generation,
                 distributed=distributed,
                 num_cpus=num_cpus,
-                in_driver=info.in_driver,
-                node_ip=info.node_ip,
+                in_driver=location.in_driver,
+                node_ip=location.node_ip,
                 visible_gpus=visible,
-                gpu_index=visible.index(info.gpu_ids[0]) if info.gpu_ids else None,
+                gpu_index=visible.index(location.gpu_ids[0]) if location.gpu_ids else None,
             )
-    return [contexts[rank] for rank in range(len(infos))]
+    return [contexts[rank] for rank in range(len(locations))]
 
 
 def newest_progress(progress: Iterable[Progress]) -> Progress:

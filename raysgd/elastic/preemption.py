@@ -36,7 +36,7 @@ class PreemptionMonitor:
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         members = list(self._group.members)
         if node_id is not None:
-            known = {member.info.node_id for member in members}
+            known = {member.location.node_id for member in members}
             if node_id not in known:  # ask Ray, which may not answer soon
                 known |= self._group.node_traits().keys()
             if node_id not in known:

@@ -71,7 +71,7 @@ class ShareBalancer:
         shares = self._config.shares
         if not isinstance(shares, Mapping) or len(members) == 1:
             return None  # Ray may not run if the driver is the only worker
-        if not self._traits.keys() >= {member.info.node_id for member in members}:
+        if not self._traits.keys() >= {member.location.node_id for member in members}:
             self._traits = self._group.node_traits()
             known = {name for traits in self._traits.values() for name in traits}
             if missing := [name for name in shares if name not in known]:
@@ -83,7 +83,7 @@ class ShareBalancer:
                 )
         by_member = []
         for member in members:
-            traits = self._traits.get(member.info.node_id, set())
+            traits = self._traits.get(member.location.node_id, set())
             by_member.append(next((share for name, share in shares.items() if name in traits), 1.0))
         return _normalize(by_member) if _are_uneven(by_member) else None
 

@@ -92,7 +92,7 @@ class SnapshotKeeper:
         """Request the snapshots of workers. Shards must be of one step."""
         only = step if len(progress) > 1 else None
         try:
-            inbox = Inbox([member.info.node_ip for member in progress], unnamed_file)
+            inbox = Inbox([member.location.node_ip for member in progress], unnamed_file)
         except OSError as error:  # the driver's host has no network
             logger.debug("A snapshot was not requested: %r", error)
             return
@@ -128,7 +128,7 @@ class SnapshotKeeper:
         request = RestartStateRequest(num_workers=len(members))
         for open_file in (unnamed_file, None):  # in memory if the disk is full
             try:
-                with Inbox([member.info.node_ip for member in members], open_file) as inbox:
+                with Inbox([member.location.node_ip for member in members], open_file) as inbox:
                     outcomes = rpc.send_to_idle(members, request, inbox=inbox).values()
                 return [self._copy(inbox.resolve(outcome.payload)) for outcome in outcomes]
             except StorageError as error:

@@ -248,7 +248,7 @@ class SpeedMonitor:
             return
         self._step = max(each.position.global_step for each in progress.values())
         for member, each in measured.items():
-            self._links |= {(member.info.node_ip, host): rate for host, rate in each.links.items()}
+            self._links |= {(member.location.node_ip, ip): rate for ip, rate in each.links.items()}
         if members != list(self._began):
             self._links.clear()
             new = self._times_of(PhaseTotals())
@@ -274,7 +274,7 @@ class SpeedMonitor:
         return [
             WorkerSpeed(
                 rank=rank,
-                host=member.info.node_ip,
+                host=member.location.node_ip,
                 num_steps=int(row[_STEPS]),
                 samples_per_s=float(row[_SAMPLES] / (row[:_STEPS].sum() or 1.0)),
                 seconds=dict(zip(PHASES, (row / max(1, row[_STEPS])).tolist(), strict=False)),

@@ -236,7 +236,7 @@ class Supervisor:
             return request, None
         packed = pack_as(f"the arguments of {call.name}", request)
         self._rpc.check_open()
-        hosts = [member.info.node_ip for member in members]
+        hosts = [member.location.node_ip for member in members]
         if isinstance(request, LoadRequest):
             return stack.enter_context(offering(packed, hosts)), None
         inbox = call.open_inbox and stack.enter_context(call.open_inbox(hosts))

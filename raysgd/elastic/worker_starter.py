@@ -74,11 +74,11 @@ class PendingWorker:
             while self.group.clock.monotonic() < check_at:
                 yield
         self.handle = handle = self.group.start_worker(self.slot)
-        if not handle.info.node_ip:  # the driver's own worker knows its location
-            info = handle.submit_control(Worker.info)
+        if not handle.location.node_ip:  # the driver's own worker knows its location
+            location = handle.submit_control(Worker.locate)
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
-            yield from self._wait_for(info, "come up", limit_s)
-            handle.start_watching(info.result())
+            yield from self._wait_for(location, "come up", limit_s)
+            handle.start_watching(location.result())
         created = handle.submit_work(Worker.create, *self.starter.create_arguments)
         set_up = None if self.starter.sets_up_together else self._set_up(handle)  # queues both
         yield from self._await_outcome(created, "start")
@@ -90,7 +90,7 @@ class PendingWorker:
     def _set_up(self, handle: WorkerHandle) -> Future[Outcome]:
         if self.context is None:
             (alone,) = assign_contexts(
-                [handle.info],
+                [handle.location],
                 generation=0,
                 distributed=self.group.options.num_workers > 1,
                 num_cpus=self.group.options.num_cpus,
@@ -262,7 +262,7 @@ class WorkerStarter:
                     f"Worker {worker.rank} died {count} times in a row in {where}, the last "
                     f"time on {handle.name}: {cause}",
                     rank=worker.rank,
-                    node_id=handle.info.node_id,
+                    node_id=handle.location.node_id,
                     cause=cause,
                 )
         elif self.record.is_first_start or not isinstance(error, WorkerTimeoutError):

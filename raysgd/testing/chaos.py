@@ -49,9 +49,9 @@ def kill(trainer: OperatorTrainer, rank: int) -> int:
         )
     if not member.signal(signal.SIGKILL):
         raise ProcessLookupError(
-            f"The process of worker {rank} (pid {member.info.pid}) has ended already."
+            f"The process of worker {rank} (pid {member.location.pid}) has ended already."
         )
-    return member.info.pid
+    return member.location.pid
 
 
 class Fault(NamedTuple):
@@ -126,7 +126,7 @@ class Chaos:
                     self._inject(fault, list(controller.members))
 
     def _inject(self, fault: Fault, members: list[WorkerHandle]) -> None:
-        unharmed = [m for m in members if m not in self._killed and m.info.node_ip]
+        unharmed = [m for m in members if m not in self._killed and m.location.node_ip]
         if len(unharmed) < 2 or fault.rank >= len(members):
             return
         member, now = members[fault.rank], time.time()
@@ -134,4 +134,4 @@ class Chaos:
         if member in unharmed and member.is_remote and member.signal(signal.SIGKILL):
             self._killed.add(member)
             self.pending.remove(fault)
-            self.injected.append(Injection(fault, member.info.pid, now))
+            self.injected.append(Injection(fault, member.location.pid, now))

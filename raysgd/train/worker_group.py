@@ -14,7 +14,7 @@ from raysgd._internal.config import env_seconds
 from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import WorkerInfo
+from raysgd.cluster.worker import WorkerLocation
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import (
@@ -28,7 +28,7 @@ class TrainWorker:
     """One worker of a group: the Ray handle of its actor, and its location."""
 
     actor: Any
-    metadata: WorkerInfo
+    metadata: WorkerLocation
 
 
 class WorkerGroup:
@@ -94,7 +94,7 @@ class WorkerGroup:
     def workers(self) -> list[TrainWorker]:
         """The workers, by rank."""
         members: list[Any] = self._group.members
-        return [TrainWorker(member.actor, member.info) for member in members]
+        return [TrainWorker(member.actor, member.location) for member in members]
 
     # ---- functions
 

@@ -60,7 +60,7 @@ class Driver:
     def workers(self):
         """Return a process ID for each host with workers, by the address of the host."""
         members = self.trainer._controller.members
-        return {member.info.node_ip: member.info.pid for member in members}
+        return {member.location.node_ip: member.location.pid for member in members}
 
     def train(self):
         """Train until a file ``enough`` exists and no worker is missing. Check the ledger.

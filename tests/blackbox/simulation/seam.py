@@ -16,7 +16,7 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import pack
-from raysgd.cluster.worker import Outcome, WorkerInfo
+from raysgd.cluster.worker import Outcome, WorkerLocation
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.data.partition import MicroBatch
 from raysgd.driver.dispatcher import Dispatcher
@@ -256,7 +256,7 @@ class SimMember(WorkerHandle):
     def __init__(self, world, slot):
         self._world = world
         self.slot = slot
-        self.home = WorkerInfo(
+        self.home = WorkerLocation(
             node_id=f"node{slot.index // 2}", node_ip="127.0.0.1", pid=slot.index
         )
         self.dead = None
@@ -351,7 +351,7 @@ class SimMember(WorkerHandle):
 
     # ---- control calls
 
-    def _info(self):
+    def _locate(self):
         return self.home
 
     def _interrupt(self, generation=None):

@@ -12,7 +12,7 @@ from raysgd.cluster import actor_group as group_module
 from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerInfo
+from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerLocation
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from tests.unit.cluster.clock import ManualClock
 
@@ -85,14 +85,14 @@ class FakeMember:
         self.torn_down = 0
         self.left, self.killed_process = None, 0
         self.node = "ab"[actor % 2]
-        self.info = WorkerInfo(node_id="", node_ip="")
+        self.location = WorkerLocation(node_id="", node_ip="")
 
-    def start_watching(self, info):
-        self.info = info
+    def start_watching(self, location):
+        self.location = location
 
     def submit_control(self, method):
-        assert method is Worker.info
-        return done(WorkerInfo(node_id=self.node, node_ip=self.node))
+        assert method is Worker.locate
+        return done(WorkerLocation(node_id=self.node, node_ip=self.node))
 
     def submit_work(self, method):
         assert method is Worker.teardown
@@ -152,7 +152,7 @@ def start(monkeypatch):
 
 def test_workers_of_a_node_are_next_to_each_other(start):
     group = start(num_workers=4, room=4)
-    assert [member.info.node_id for member in group.members] == ["a", "a", "b", "b"]
+    assert [member.location.node_id for member in group.members] == ["a", "a", "b", "b"]
     assert [member.number for member in group.members] == [0, 2, 1, 3]
 
 
@@ -196,7 +196,7 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert member not in group.members
     assert group.slot_of(member) is None
     assert group.find_vacant_slots() == [slot]
-    assert slot.last_node_id == member.info.node_id
+    assert slot.last_node_id == member.location.node_id
     successor = group.start_worker(slot)
     assert group.find_vacant_slots() == []
     assert group.slot_of(successor) is slot
@@ -209,7 +209,7 @@ def test_room_on_a_draining_node_is_replaced(start):
     group = start(num_workers=2, room=2)
     member = group.members[1]
     slot = group.slot_of(member)
-    group.notices.drain(member.info.node_id, None)
+    group.notices.drain(member.location.node_id, None)
     vacant = group.find_vacant_slots()  # before the worker leaves
     assert [slot.scheduling_strategy for slot in vacant] == [2]
     group.discard(member)

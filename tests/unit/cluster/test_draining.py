@@ -97,11 +97,11 @@ def test_without_room_workers_leave_shortly_before_the_deadline(start):
 
 def test_a_draining_node_gets_no_worker(start):
     world, controller = start(room=6)
-    node = controller.members[0].info.node_id
+    node = controller.members[0].location.node_id
     world.at_step(20, lambda: controller.drain(node, None, 60.0))
     train(controller, 300)
     assert kinds(controller) == ["draining", "moved"]  # both of its workers together
-    assert node not in {member.info.node_id for member in controller.members}
+    assert node not in {member.location.node_id for member in controller.members}
     assert len(controller.members) == 3
 
 

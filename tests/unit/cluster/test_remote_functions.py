@@ -7,7 +7,7 @@ import ray
 import ray.exceptions
 
 from raysgd.cluster import remote_functions as tasks
-from raysgd.cluster.worker import CarriedError, WorkerInfo
+from raysgd.cluster.worker import CarriedError, WorkerLocation
 from raysgd.cluster.worker_handle import LocalHandle
 from raysgd.errors import RemoteTraceback, WorkerLostError
 
@@ -32,10 +32,10 @@ def wait(pending, num_returns=1, timeout=None):
 class Remote(LocalHandle):
     """A member with given answers."""
 
-    def __init__(self, *answers, info=None):
+    def __init__(self, *answers, location=None):
         super().__init__()
         self.answers = list(answers)
-        self.info = info or WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
+        self.location = location or WorkerLocation(node_id="0123456789", node_ip="10.0.0.7", pid=77)
 
     def execute(self, function, /, *args, **kwargs):
         return Reference((function, args, kwargs, self.answers.pop(0)))
@@ -92,7 +92,7 @@ def test_error_for_a_dead_worker_names_rank_node_and_cause():
         outcome(Remote("fine"), Remote(died))
     error = caught.value
     said = "process 77: Worker unexpectedly exits with a connection error code 2."
-    assert (error.rank, error.node_id, error.cause) == (1, "0123456789abcdef", said)
+    assert (error.rank, error.node_id, error.cause) == (1, "0123456789", said)
     assert str(error) == f"Lost worker 1 on node 01234567 (10.0.0.7): {said}"
     assert error.__cause__ is died
 

@@ -15,7 +15,7 @@ from raysgd._internal.progress import Progress
 from raysgd.cluster import worker_handle as members
 from raysgd.cluster.host_monitor import HostError
 from raysgd.cluster.serialization import pack
-from raysgd.cluster.worker import Worker, WorkerInfo
+from raysgd.cluster.worker import Worker, WorkerLocation
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     LocalHandle,
@@ -26,7 +26,7 @@ from tests.conftest import wait_until
 from tests.unit.cluster.calls import request_of
 from tests.unit.cluster.test_worker import FakeRunner
 
-PLACE = WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
+PLACE = WorkerLocation(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
 NO_PROCESS = 2**30
 """A process ID above the maximum of any system."""
 
@@ -60,7 +60,7 @@ def member(monkeypatch):
     """A member with a fake actor. Ray seems to be initialized."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     member = ActorHandle(Actor())
-    member.info = PLACE
+    member.location = PLACE
     return member
 
 
@@ -114,16 +114,16 @@ def test_without_ray_a_call_is_an_error_and_does_not_start_ray(member, monkeypat
 
 
 def test_a_signal_says_whether_the_process_is_there(member, monkeypatch):
-    monkeypatch.setattr(members, "_is_here", lambda info: True)
+    monkeypatch.setattr(members, "_is_here", lambda location: True)
     for pid, there in ((os.getpid(), True), (NO_PROCESS, False)):
-        member.info = WorkerInfo(node_id="a", node_ip="10.0.0.7", pid=pid)
+        member.location = WorkerLocation(node_id="a", node_ip="10.0.0.7", pid=pid)
         assert member.signal(0) is there
 
 
 def test_only_a_stopped_process_counts_as_stopped(member, monkeypatch):
-    monkeypatch.setattr(members, "_is_here", lambda info: True)
+    monkeypatch.setattr(members, "_is_here", lambda location: True)
     with subprocess.Popen(["sleep", "60"]) as process:
-        member.info = WorkerInfo(node_id="a", node_ip="10.0.0.7", pid=process.pid)
+        member.location = WorkerLocation(node_id="a", node_ip="10.0.0.7", pid=process.pid)
         assert not member.ask_if_stopped().result(10)
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: member.ask_if_stopped().result(10))
@@ -133,7 +133,7 @@ def test_only_a_stopped_process_counts_as_stopped(member, monkeypatch):
 def test_worker_without_a_known_place_can_be_killed(member, monkeypatch):
     killed = []
     monkeypatch.setattr(ray, "kill", killed.append)
-    del member.info
+    del member.location
     member.kill_process()
     assert killed == [member.actor]
 
@@ -150,7 +150,7 @@ def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypa
     killed, answers = [], threading.Event()
     monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(members, "_SIGNAL_S", 0.01)
-    monkeypatch.setattr(members, "_is_here", lambda info: False)
+    monkeypatch.setattr(members, "_is_here", lambda location: False)
 
     def as_task(function, node_id):
         if not answers.wait(5):
@@ -173,7 +173,7 @@ def test_exit_cause_is_one_line_of_the_error_of_ray():
         "The actor is dead because its worker process has died. Worker exit detail: Worker exits "
         "with code 2. Some common causes include: (1) the process is killed"
     )
-    unknown = WorkerInfo(node_id="", node_ip="")
+    unknown = WorkerLocation(node_id="", node_ip="")
     assert exit_cause(RuntimeError(said), unknown) == "Worker exits with code 2."
     assert exit_cause(RuntimeError(said), PLACE) == "process 77: Worker exits with code 2."
     assert exit_cause(RuntimeError("gone\n"), unknown) == "gone"

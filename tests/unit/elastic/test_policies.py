@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.progress import HeldState, Measurements, Progress, ReportedPosition
 from raysgd.cluster.group_options import workers_that_fit
-from raysgd.cluster.worker import WorkerInfo
+from raysgd.cluster.worker import WorkerLocation
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import (
     assign_contexts,
@@ -25,8 +25,8 @@ def test_the_scarcest_resource_limits_the_workers():
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
 def test_ranks_are_dense_and_local_ranks_count_each_node_from_zero(nodes):
-    infos = [WorkerInfo(node_id=node, node_ip=f"ip-{node}") for node in nodes]
-    contexts = assign_contexts(infos, generation=3, distributed=True, num_cpus=2)
+    locations = [WorkerLocation(node_id=node, node_ip=f"ip-{node}") for node in nodes]
+    contexts = assign_contexts(locations, generation=3, distributed=True, num_cpus=2)
     assert [c.world_rank for c in contexts] == list(range(len(nodes)))
     for node in set(nodes):
         mine = [c for c, n in zip(contexts, nodes, strict=True) if n == node]
@@ -41,12 +41,12 @@ def test_ranks_are_dense_and_local_ranks_count_each_node_from_zero(nodes):
 
 
 def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
-    infos = [
-        WorkerInfo(node_id="a", node_ip="1", gpu_ids=("10", "11")),
-        WorkerInfo(node_id="a", node_ip="1", gpu_ids=("9",)),
-        WorkerInfo(node_id="b", node_ip="2", gpu_ids=("0",)),
+    locations = [
+        WorkerLocation(node_id="a", node_ip="1", gpu_ids=("10", "11")),
+        WorkerLocation(node_id="a", node_ip="1", gpu_ids=("9",)),
+        WorkerLocation(node_id="b", node_ip="2", gpu_ids=("0",)),
     ]
-    contexts = assign_contexts(infos, generation=1, distributed=True, num_cpus=1)
+    contexts = assign_contexts(locations, generation=1, distributed=True, num_cpus=1)
     # sorted as numbers, because the text "10" is smaller than "9"
     assert [c.visible_gpus for c in contexts] == [("9", "10", "11"), ("9", "10", "11"), ("0",)]
     assert [c.gpu_index for c in contexts] == [1, 0, 0]

@@ -4,7 +4,7 @@ import pytest
 
 from raysgd._internal.progress import Measurements, Progress
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import WorkerInfo
+from raysgd.cluster.worker import WorkerLocation
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.share_balancer import ShareBalancer
 from tests.unit.cluster.clock import ManualClock
@@ -12,8 +12,8 @@ from tests.unit.cluster.clock import ManualClock
 
 class FakeMember(str):
     @property
-    def info(self):
-        return WorkerInfo(node_id=f"node of {self}", node_ip="")
+    def location(self):
+        return WorkerLocation(node_id=f"node of {self}", node_ip="")
 
 
 class FakeGroup:
@@ -23,7 +23,7 @@ class FakeGroup:
         self.members = [FakeMember(f"w{rank}") for rank in range(num_workers)]
 
     def node_traits(self):
-        return {member.info.node_id: {"CPU", f"slot={member}"} for member in self.members}
+        return {member.location.node_id: {"CPU", f"slot={member}"} for member in self.members}
 
 
 class FakeRecord:

@@ -12,7 +12,7 @@ import torch
 from raysgd._internal.progress import HeldState, Progress, ReportedPosition, SnapshotStatus
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
-from raysgd.cluster.worker import Worker, WorkerInfo
+from raysgd.cluster.worker import Worker, WorkerLocation
 from raysgd.comm.connection import Address
 from raysgd.elastic.group_rpc import GroupRpc
 from raysgd.elastic.snapshots import SnapshotKeeper
@@ -24,7 +24,7 @@ from tests.unit.recorder import runner_with_snapshots
 class FakeMember:
     """A worker that sends its snapshot when the test says so."""
 
-    info = WorkerInfo(node_id="", node_ip="127.0.0.1")
+    location = WorkerLocation(node_id="", node_ip="127.0.0.1")
 
     def __init__(self, is_remote=True):
         self.is_remote = is_remote

@@ -127,7 +127,7 @@ class Group:
         self.monitor = SpeedMonitor(self)
 
     def new_member(self, host):
-        return SimpleNamespaceKey(info=SimpleNamespace(node_ip=host))
+        return SimpleNamespaceKey(location=SimpleNamespace(node_ip=host))
 
     def train(self, *rows, seconds=1.0):
         step_s = sum(rows[0].values()) / 1000

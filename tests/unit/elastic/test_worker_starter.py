@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raysgd.cluster.preemption_notices import Notice
-from raysgd.cluster.worker import WorkerInfo
+from raysgd.cluster.worker import WorkerLocation
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.test_elasticity import every_new, kinds, lose_all, run_until, steps_of
 
@@ -156,7 +156,7 @@ def setups(member):
 
 def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
     controller = world.drive(4).controller
-    every_new(world, home=WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
+    every_new(world, home=WorkerLocation(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
     world.room = 4
     controller._starter.advance()
     world.workers[2].die("OOM")
@@ -173,7 +173,7 @@ def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
 def test_a_worker_that_sets_up_again_sees_the_same_gpus(world):
     """Its process cannot change them."""
     together, alone = [], []
-    every_new(world, home=WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
+    every_new(world, home=WorkerLocation(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
 
     def lose():
         (member,) = (each for each in world.workers if each.context is None and each.slot.index)
