@@ -75,7 +75,7 @@ class Outcome:
         if self.traceback:
             head, _, text = self.traceback.partition(":\n")
             _, frame = last_frame(text)
-            summary = str(_as_text(error)).partition("\n")[0]
+            summary = str(_as_remote_error(error)).partition("\n")[0]
             shown = f"{head}. RAYSGD_TRACEBACK=full shows the traceback.\n{frame}\n{summary}"
             is_full = shows_full_tracebacks() or not frame
             error.__cause__ = RemoteTraceback(self.traceback, "" if is_full else shown)
@@ -86,7 +86,7 @@ class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
-WORK_METHODS = ("create", "set_up", "rejoin", "handle", "execute", "teardown")
+WORK_METHODS = ("create_runner", "set_up", "rejoin", "handle", "execute", "teardown")
 """Methods that run one at a time. The other methods run in parallel with them, as *control*."""
 
 
@@ -132,18 +132,18 @@ class Worker:
             hostname=os.uname().nodename,
         )
 
-    def create(self, hook: Any, runner: Any, backend: Any, import_path: list[str]) -> Outcome:
+    def create_runner(self, hook: Any, runner: Any, backend: Any, sys_path: list[str]) -> Outcome:
         """Run the initialization hook, then unpickle runner and backend.
 
         Unpickling the runner imports modules that the hook may configure. Ray does not pass on all
-        of the `import_path`, which is ``sys.path`` of the driver.
+        of `sys_path`, the ``sys.path`` of the driver.
         """
 
-        def create() -> None:
+        def create_runner() -> None:
             if self._is_remote:
                 process.is_worker = True
                 process.end_forks_with_this_process()
-            sys.path.extend(path for path in import_path if path not in sys.path)
+            sys.path.extend(path for path in sys_path if path not in sys.path)
             function: Callable[[], None] | None = _unpack(hook)
             if function is not None:
                 function()
@@ -151,7 +151,7 @@ class Worker:
                 self.runner = _unpack(runner, copies=not self._is_remote)
                 self._backend = _unpack(backend)
 
-        return self._outcome_of(create)
+        return self._outcome_of(create_runner)
 
     def set_up(self, context: WorkerContext, rendezvous: Any) -> Outcome:
         """Prepare the process, join a process group, and run `setup`.
@@ -161,9 +161,9 @@ class Worker:
 
         def set_up() -> None:
             self._join_group(context, rendezvous, prepare=True)
-            self._hosted.setup(context)
+            self._live_runner.setup(context)
             if context.is_alone:
-                self._hosted.warm_up()
+                self._live_runner.warm_up()
 
         return self._outcome_of(set_up)
 
@@ -172,7 +172,7 @@ class Worker:
 
         def rejoin() -> str | None:
             self._join_group(context, rendezvous)
-            return self._hosted.rejoin(context, leader_rank)
+            return self._live_runner.rejoin(context, leader_rank)
 
         return self._outcome_of(rejoin)
 
@@ -180,14 +180,14 @@ class Worker:
         with self._generation_lock:
             self._context = context
         if prepare:
-            self._hosted.prepare(context)
+            self._live_runner.prepare(context)
         if self._backend is not None:
             group = replace(context, world_rank=0, world_size=1) if context.is_alone else context
             self._backend.teardown()
             self._backend.setup(group, rendezvous)
         self._interruption = None
-        self._hosted.set_interrupted(False)
-        self._hosted.pause_at(None)
+        self._live_runner.set_interrupted(False)
+        self._live_runner.pause_at(None)
 
     def handle(
         self, request: Request | PackedValue | Address, inbox: Address | None = None
@@ -196,13 +196,14 @@ class Worker:
 
         Send a large answer to `inbox`, if it is given.
         """
-        try:
-            if isinstance(request, Address):
-                with contextlib.closing(IncomingValue(request)) as large:
-                    return self._success(self._hosted.handle(replace(large.value, incoming=large)))
-            return self._success(self._hosted.handle(_unpack(request)), inbox)
-        except BaseException as error:
-            return self._failure(error)
+
+        def handle() -> Any:
+            if not isinstance(request, Address):
+                return self._live_runner.handle(_unpack(request))
+            with contextlib.closing(IncomingValue(request)) as large:
+                return self._live_runner.handle(replace(large.value, incoming=large))
+
+        return self._outcome_of(handle, inbox)
 
     def interrupt(self, generation: int | None = None) -> None:
         """Make the current call fail, at its next step or in its collective.
@@ -220,10 +221,10 @@ class Worker:
 
     def watch_driver(self, address: Address, driver_grace_s: float, interrupts_calls: bool) -> str:
         """Watch the driver's host. Return the reason of a failure, or an empty string."""
-        interrupt = self._interrupt_alone if interrupts_calls else lambda: None
+        interrupt = self._interrupt_cut_off if interrupts_calls else lambda: None
         return DriverWatch(address, driver_grace_s, interrupt).start()
 
-    def _interrupt_alone(self) -> None:
+    def _interrupt_cut_off(self) -> None:
         self._interruption = "cut off"
         self.interrupt()
 
@@ -250,14 +251,14 @@ class Worker:
         except (Exception, SystemExit):  # SystemExit would end the process
             raise
         except BaseException as error:
-            raise CarriedError(_strip(error)) from error
+            raise CarriedError(_without_frames(error)) from error
 
     def pause_at(self, generation: int, step: int | None) -> int:
         """Make the call of a generation pause at a step. Return the current step."""
         with self._generation_lock:
             if generation < self._context.generation:
-                return self._hosted.progress().position.global_step
-            return self._hosted.pause_at(step)
+                return self._live_runner.progress().position.global_step
+            return self._live_runner.pause_at(step)
 
     def send_snapshot(
         self, step: int | None, num_changes: int, inbox: Address | None = None
@@ -290,26 +291,26 @@ class Worker:
             self._backend.teardown()
 
     @property
-    def _hosted(self) -> Runner:
+    def _live_runner(self) -> Runner:
         if (runner := self.runner) is None:
             raise RuntimeError(
                 "This worker has no runner, because it was torn down or not created."
             )
         return runner
 
-    def _outcome_of(self, function: Callable[[], Any]) -> Outcome:
+    def _outcome_of(self, function: Callable[[], Any], inbox: Address | None = None) -> Outcome:
         try:
-            return self._success(function())
+            return self._success(function(), inbox)
         except BaseException as error:
             return self._failure(error)
 
-    def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
+    def _success(self, value: Any, inbox: Address | None) -> Outcome:
         payload = value
         if inbox is not None and isinstance(value, FileContent):
             try:
                 payload = send(inbox, pickle.dumps(value.metadata), (), value.write)
             except Exception as error:  # the answer is why the content could not be written
-                payload = _pack_error(_strip(error))
+                payload = _pack_error(_without_frames(error))
         elif self._is_remote:
             payload = _send_if_large(_pack_answer(value), inbox)
         return Outcome("ok", payload, self._safe_progress())
@@ -341,7 +342,7 @@ class Worker:
             kind = "communication"
         progress, rank = self._safe_progress(), self._context.world_rank
         if min_splits and kind == "user":
-            error = _strip(error)  # its frames hold memory that the repeated call needs
+            error = _without_frames(error)  # its frames hold memory that the repeated call needs
         if kind == "user":  # users often read only this line
             failed_at = progress.process.failed_at
             where = f"Raised on worker {rank}", failed_at, last_frame(text)[0]
@@ -351,9 +352,9 @@ class Worker:
         if not self._is_remote:
             return Outcome(kind, error, progress, min_splits=min_splits)
         text = f"Raised on worker {rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
-        bare = _strip(error)
+        bare = _without_frames(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
-        packed = _pack_error(bare) if kind == "user" else pack(_as_text(bare))
+        packed = _pack_error(bare) if kind == "user" else pack(_as_remote_error(bare))
         return Outcome(kind, packed, progress, text, min_splits)
 
     def _safe_progress(self) -> Progress:
@@ -388,7 +389,7 @@ def _send_if_large(packed: PackedValue, inbox: Address | None) -> PackedValue | 
     return send(inbox, bytes(packed.data), packed.sizes, packed.write)
 
 
-def _strip(error: BaseException) -> BaseException:
+def _without_frames(error: BaseException) -> BaseException:
     """Remove the frames and causes of an exception, because they keep tensors and groups alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
@@ -402,10 +403,10 @@ def _pack_error(error: BaseException) -> PackedValue:
             return packed
     except Exception:
         pass
-    return pack(_as_text(error))
+    return pack(_as_remote_error(error))
 
 
-def _as_text(error: BaseException) -> RemoteError:
+def _as_remote_error(error: BaseException) -> RemoteError:
     text_error = RemoteError(f"{type(error).__qualname__}: {error}")
     text_error.__notes__ = [*getattr(error, "__notes__", ())]
     return text_error

@@ -79,7 +79,7 @@ class PendingWorker:
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._wait_for(location, "come up", limit_s)
             handle.start_watching(location.result())
-        created = handle.submit_work(Worker.create, *self.starter.create_arguments)
+        created = handle.submit_work(Worker.create_runner, *self.starter.runner_arguments)
         set_up = None if self.starter.sets_up_together else self._set_up(handle)  # queues both
         yield from self._await_outcome(created, "start")
         while self.starter.sets_up_together:
@@ -127,10 +127,10 @@ class WorkerStarter:
     record: GroupRecord
     policy: Policy
     preemption: PreemptionMonitor
-    create_arguments: Sequence[Any]
-    """Arguments of `Worker.create`."""
+    runner_arguments: Sequence[Any]
+    """Arguments of `Worker.create_runner`."""
     timeout_s: float
-    """Timeout in seconds for each phase of a pending worker from ``create`` on."""
+    """Timeout in seconds for each phase of a pending worker from ``create_runner`` on."""
     error: BaseException | None = None
     """Error of the newest worker, if another worker would fail in the same way."""
 

@@ -441,7 +441,7 @@ class SimMember(WorkerHandle):
         while (task := self.task) is not None and not self.dead and not self.silent:
             if task.since < 0:
                 task.since = self._world.now
-            if task.method == "create" and not self.start_s:
+            if task.method == "create_runner" and not self.start_s:
                 self.end("ok")
             elif task.method == "teardown":
                 self.queue.pop(0).future.set_result(None)
@@ -492,7 +492,7 @@ class SimMember(WorkerHandle):
         if task is None or self.dead or self.silent:
             return
         took_s = self._world.now - task.since
-        if task.method == "create":
+        if task.method == "create_runner":
             if took_s >= self.start_s:
                 self.end("ok")
         elif task.method == "set_up" and not task.meets:

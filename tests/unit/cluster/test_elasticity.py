@@ -726,7 +726,7 @@ def die_in_setup(world, workers, cause, at="set_up"):
     [
         (True, "set_up", "3 times in a row in setup"),
         (False, "set_up", "3 times in a row in setup"),
-        (True, "create", "10 times in a row in initialization_hook or an import"),
+        (True, "create_runner", "10 times in a row in initialization_hook or an import"),
     ],
 )
 def test_crashes_of_a_slot_in_user_code_end_the_start(world, rejoins, at, said):

@@ -97,7 +97,7 @@ class FakeBackend(CollectiveBackend):
 def worker():
     """A worker as in an actor, whose results are pickled."""
     worker = Worker()
-    assert worker.create(None, pack(FakeRunner()), FakeBackend(), []).kind == "ok"
+    assert worker.create_runner(None, pack(FakeRunner()), FakeBackend(), []).kind == "ok"
     return worker
 
 
@@ -168,7 +168,7 @@ def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
 
 def test_in_the_drivers_process_nothing_is_pickled():
     worker = Worker(is_remote=False)
-    worker.create(None, FakeRunner(), None, [])
+    worker.create_runner(None, FakeRunner(), None, [])
     for value in (threading.Lock(), pickle.dumps("secret")):
         assert call(worker, lambda value=value: value, inline=True).unpack() is value
 
@@ -231,7 +231,7 @@ NO_EXCEPTIONS = [
 @pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=lambda error: type(error).__name__)
 def test_every_base_exception_of_user_code_arrives_as_itself(worker, error):
     hook = pack(fail_with(error))
-    for outcome in (call(worker, fail_with(error)), worker.create(hook, None, None, [])):
+    for outcome in (call(worker, fail_with(error)), worker.create_runner(hook, None, None, [])):
         assert outcome.kind == "user"
         arrived = pickle.loads(pickle.dumps(outcome)).exception()
         assert type(arrived) is type(error)
@@ -242,7 +242,7 @@ def test_every_base_exception_of_user_code_arrives_as_itself(worker, error):
 @pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=lambda error: type(error).__name__)
 def test_thread_of_the_driver_returns_every_base_exception(error):
     worker = Worker(is_remote=False)
-    worker.create(None, FakeRunner(), None, [])
+    worker.create_runner(None, FakeRunner(), None, [])
     with ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(call, worker, fail_with(error), inline=True).result()
     assert outcome.kind == "user"
@@ -379,7 +379,7 @@ def test_a_snapshot_is_pickled_if_there_is_one(worker):
 def test_the_hook_runs_before_the_runner_is_unpickled():
     calls = []
     Loud.heard = calls.append
-    Worker().create(lambda: calls.append("hook"), pack(Loud()), None, [])
+    Worker().create_runner(lambda: calls.append("hook"), pack(Loud()), None, [])
     assert calls == ["hook", "runner"]
 
 
@@ -404,14 +404,14 @@ def test_what_the_driver_can_import_the_worker_can(worker, monkeypatch, tmp_path
 
     before = list(sys.path)
     import_path = [str(tmp_path), before[0]]
-    assert worker.create(hook, FakeRunner(), None, import_path).kind == "ok"
+    assert worker.create_runner(hook, FakeRunner(), None, import_path).kind == "ok"
     assert sys.path == [*before, str(tmp_path)]
     monkeypatch.delitem(sys.modules, "module_of_the_user")
 
 
 def test_a_failing_hook_is_an_error_and_leaves_no_runner():
     worker = Worker()
-    outcome = worker.create(fail_with(PlainError("no network here")), FakeRunner(), None, [])
+    outcome = worker.create_runner(fail_with(PlainError("no network here")), FakeRunner(), None, [])
     assert outcome.kind == "user"
     assert worker.runner is None
 

@@ -66,7 +66,7 @@ def member(monkeypatch):
 
 def test_a_thread_member_works_in_a_thread_of_its_own():
     member = LocalHandle(has_thread=True)
-    member.submit_work(Worker.create, None, FakeRunner(), None, []).result(20)
+    member.submit_work(Worker.create_runner, None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
     busy = member.submit_work(Worker.handle, request_of("run", function=lambda: gate.wait(20)))
     assert (
