@@ -20,7 +20,7 @@ from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRe
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import GroupRecord, list_ranks
-from raysgd.elastic.group_rpc import ANSWER_S, CHECK_EVERY_S, FAST_CHECK_EVERY_S, Attempt, GroupRpc
+from raysgd.elastic.group_rpc import ANSWER_S, FAST_POLL_S, POLL_S, Attempt, GroupRpc
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.worker_starter import WorkerStarter
@@ -185,7 +185,7 @@ class GroupFormer:
                 cause = f"{missing}, and {room}"
                 self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
                 deadline, num_waits = now + wait_s, num_waits + 1
-            self._group.clock.sleep(_START_INTERVAL_S if starting else FAST_CHECK_EVERY_S)
+            self._group.clock.sleep(_START_INTERVAL_S if starting else FAST_POLL_S)
 
     def _start_group(self, min_workers: int) -> bool:
         """Wait for workers, and form a group of them. Return whether none was lost."""
@@ -296,7 +296,7 @@ class GroupFormer:
         deadline, log_at = now() + timeout_s, now() + _LOG_WAIT_EVERY_S
         is_late = False
         while attempt.is_running and not is_late:
-            has_collected = attempt.collect(CHECK_EVERY_S)
+            has_collected = attempt.collect(POLL_S)
             self._rpc.check_open()
             if now() > log_at:
                 log_at += _LOG_WAIT_EVERY_S

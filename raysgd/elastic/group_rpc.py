@@ -23,9 +23,9 @@ from raysgd.errors import CollectiveError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
-CHECK_EVERY_S = 1.0
+POLL_S = 1.0
 """Seconds between two checks of the workers that have not answered."""
-FAST_CHECK_EVERY_S = 0.05
+FAST_POLL_S = 0.05
 """The same interval while workers start or progress is shown."""
 ANSWER_S = 0.7
 """Seconds that idle workers may take to answer a short request."""
@@ -259,7 +259,7 @@ class GroupRpc:
         lost: dict[WorkerHandle, BaseException] = {}
         began = checked_at = self.group.clock.monotonic()
         while True:
-            self.group.clock.wait(answers.values(), CHECK_EVERY_S)
+            self.group.clock.wait(answers.values(), POLL_S)
             now = self.group.clock.monotonic()
             if self.group.detect_cut_off():
                 began = checked_at = now

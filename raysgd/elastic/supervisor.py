@@ -20,13 +20,7 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.group_record import GroupRecord, list_ranks
-from raysgd.elastic.group_rpc import (
-    CHECK_EVERY_S,
-    FAST_CHECK_EVERY_S,
-    Attempt,
-    GroupRpc,
-    results_of,
-)
+from raysgd.elastic.group_rpc import FAST_POLL_S, POLL_S, Attempt, GroupRpc, results_of
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
@@ -37,7 +31,7 @@ from raysgd.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
 
-_CHECK_AT_END_EVERY_S = 0.25  # after a worker has returned
+_POLL_AT_END_S = 0.25  # after a worker has returned
 _LEAD_S = 0.1
 """Seconds between the request of a pause and the pause."""
 _LONG_LEAD_S = 1.0
@@ -282,7 +276,7 @@ class Supervisor:
         ended = threading.Event()
 
         def poll() -> None:
-            while not ended.wait(CHECK_EVERY_S):
+            while not ended.wait(POLL_S):
                 self._poll_progress(call)
 
         thread = threading.Thread(target=poll, name="raysgd-progress", daemon=True)
@@ -308,8 +302,8 @@ class Supervisor:
         while attempt.is_running:
             self._rpc.check_open()
             is_busy = call.on_progress is not None or self._starter.num_started()
-            idle_s = _CHECK_AT_END_EVERY_S if attempt.outcomes else CHECK_EVERY_S
-            if attempt.collect(FAST_CHECK_EVERY_S if is_busy else idle_s):
+            idle_s = _POLL_AT_END_S if attempt.outcomes else POLL_S
+            if attempt.collect(FAST_POLL_S if is_busy else idle_s):
                 continue
             if self._group.detect_cut_off():
                 continue  # the workers wait for the network too
