@@ -63,15 +63,20 @@ class _Run:
 
     controller: Controller
     spec: RunSpec
-    """The function, and the checkpoint that it starts from."""
+    checkpoints: RunCheckpoints
     datasets: Datasets
     call: Call
     """Counts the losses of workers over all requests of the run."""
     skips_reports: bool = False
     """Whether to skip reports."""
     growth: Growth = field(default_factory=Growth)
-    values: list[Any] | None = None
+    return_values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
+
+    def start_state(self) -> dict[str, Any]:
+        """Return the state of each start: the function, and the newest checkpoint."""
+        blob, iteration = self.checkpoints.blob, self.checkpoints.iteration
+        return {"spec": replace(self.spec, checkpoint=blob, iteration=iteration)}
 
     def send(self, request: Request) -> list[Any]:
         """Return the answers of the workers by rank."""
@@ -85,7 +90,7 @@ class _Run:
         except WorkerLostError as error:
             # If only the connection is lost, kill the process. The next call restarts it.
             self.controller.members[error.rank].kill_process()
-        self.send(LoadRequest(state={"spec": self.spec}))
+        self.send(LoadRequest(state=self.start_state()))
 
 
 class BackendExecutor:
@@ -250,16 +255,15 @@ class BackendExecutor:
         elif checkpoint is not None:
             checkpoints.blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
         checkpoints.iteration = iteration
-        spec = self._make_spec(train_func, run_dir, metadata)
-        spec = replace(spec, checkpoint=checkpoints.blob, iteration=iteration, name=name)
+        spec = replace(self._make_spec(train_func, run_dir, metadata), name=name)
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
         self._earlier, self.checkpoints = self._saved, checkpoints
         call = Call(method="run", max_failures=self._max_failures)
-        self._run = run = _Run(controller, spec, datasets, call)
+        self._run = run = _Run(controller, spec, checkpoints, datasets, call)
         with self.abort_on_error():
-            # Each restart reads the spec of that time: see LoadRequest in `FunctionRunner.handle`.
-            controller.snapshots.replace_with(lambda: {"spec": run.spec})
+            # `FunctionRunner.handle` reads it from a LoadRequest.
+            controller.snapshots.replace_with(run.start_state)
             self._await_idle_workers(controller)
             run.begin()
 
@@ -284,18 +288,15 @@ class BackendExecutor:
         """
         run = self._require_run("fetch_next_result")
         with self.abort_on_error():
-            while run.values is None:
+            while run.return_values is None:
                 results: list[TrainingResult] = run.send(NextResultRequest())
                 check_in_step(results)
-                number = results[0].iteration
-                if self.checkpoints.save(results):
-                    run.spec = replace(run.spec, checkpoint=self.checkpoints.blob, iteration=number)
+                run.checkpoints.save(results)
                 if run.growth.observe(results[0]):
-                    self.checkpoints.iteration = number
-                    run.spec = replace(run.spec, iteration=number)
+                    run.checkpoints.iteration = results[0].iteration
                     run.controller.grow()
                 if results[0].kind == "end":
-                    run.values = [result.value for result in results]
+                    run.return_values = [result.return_value for result in results]
                 elif results[0].kind == "report" and not run.skips_reports:
                     return [self._backend.decode_data(result.metrics) for result in results]
         return None
@@ -308,11 +309,11 @@ class BackendExecutor:
         """Skip reports until the end of the function, and return its results by rank."""
         run = self._require_run("finish_training")
         run.skips_reports = True
-        while run.values is None:
+        while run.return_values is None:
             self.fetch_next_result()
         self._run = None
         self.checkpoints.finish()
-        return run.values
+        return run.return_values
 
     @contextlib.contextmanager
     def abort_on_error(self) -> Iterator[None]:

@@ -65,7 +65,7 @@ class TrainingResult:
             ) from error
 
     @property
-    def value(self) -> Any:
+    def return_value(self) -> Any:
         """The return value of the function. None, with a warning, if unpickling fails."""
         try:
             return self.metrics

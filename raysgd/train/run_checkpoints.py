@@ -89,15 +89,15 @@ class RunCheckpoints(CheckpointFolder):
         (self.number,), self.has_saved = name_numbers(newest), True
         return manifest
 
-    def save(self, results: Sequence[TrainingResult]) -> bool:
+    def save(self, results: Sequence[TrainingResult]) -> None:
         """Store the checkpoint of worker 0, if there is one, on disk too if the strategy keeps it.
 
-        Return whether there is one. Raise ValueError after storing one that lacks the number that
-        rates it. `results` are those of all workers.
+        Raise ValueError after storing one that lacks the number that rates it. `results` are those
+        of all workers.
         """
         rank = next((rank for rank, each in enumerate(results) if each.has_checkpoint), None)
         if rank is None:
-            return False
+            return
         result, blob = results[0], results[0].checkpoint
         if result.not_finite:
             logger.warning(
@@ -105,7 +105,7 @@ class RunCheckpoints(CheckpointFolder):
                 "checkpoint stays.",
                 result.not_finite,
             )
-            return False
+            return
         if blob is None:
             raise RuntimeError(
                 f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
@@ -130,7 +130,6 @@ class RunCheckpoints(CheckpointFolder):
                 f"checkpoint_score_attribute={score!r}: {name} has no number of that name. Report "
                 f"it with the checkpoint. The numbers are: {', '.join(result.numbers)}."
             )
-        return True
 
     def finish(self) -> None:
         """Remove the newest checkpoint unless it is one of the best."""

@@ -77,7 +77,7 @@ def test_ray_sets_up_a_tracker_on_worker_0_only(make_worker, rank, tmp_path, mon
 
     worker = make_worker(rank=rank)
     worker.begin(function)
-    assert worker.next().value == "WandbLoggerCallback"
+    assert worker.next().return_value == "WandbLoggerCallback"
     assert (tmp_path / "runs").exists() == (rank == 0)
 
 
@@ -101,7 +101,7 @@ def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):
     worker.begin(function)
     results = [worker.next() for _ in range(3)]
     assert [result.kind for result in results] == ["report", "checkpoint", "end"]
-    assert results[2].value == 2
+    assert results[2].return_value == 2
     assert worker.runner.progress().process.blocked_on_driver
     assert worker.runner.progress().position.global_step == 1
 
@@ -117,7 +117,7 @@ def test_a_second_run_may_use_another_precision_of_accelerate(make_worker):
     worker = make_worker()
     for run, precision in enumerate(("no", "bf16", "no")):
         worker.begin(partial(function, precision), run)
-        assert worker.next().value == precision
+        assert worker.next().return_value == precision
 
 
 def test_runs_of_wandb_end_with_the_function(make_worker, monkeypatch):
@@ -136,7 +136,7 @@ def test_runs_of_wandb_end_with_the_function(make_worker, monkeypatch):
 def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
     worker = make_worker()
     worker.begin(threading.Lock)
-    assert worker.next().value is None
+    assert worker.next().return_value is None
     assert "returned a lock that cannot be pickled" in caplog.text
 
 
@@ -144,7 +144,7 @@ def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
     worker = make_worker()
     function, checkpoint = cloudpickle.dumps(train.load_checkpoint), cloudpickle.dumps({"step": 3})
     worker.runner.handle(LoadRequest(state={"spec": RunSpec("one", function, checkpoint)}))
-    assert worker.next().value == {"step": 3}
+    assert worker.next().return_value == {"step": 3}
 
 
 def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
@@ -171,7 +171,7 @@ def test_a_new_generation_drops_the_function(make_worker):
     with pytest.raises(RuntimeError, match="no function"):
         worker.next()
     worker.begin(train.world_rank, "two")
-    assert worker.next().value == 1
+    assert worker.next().return_value == 1
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,12 @@ def test_after_a_loss_between_a_checkpoint_and_its_report_growth_waits_for_the_n
             executor._prepare_workers()  # a loss before each checkpoint restarts the workers
         return [SimpleNamespace(unpack=lambda: TURNS[turn])]
 
-    executor._workers = executor._controller = SimpleNamespace(
+    controller = executor._workers = executor._controller = SimpleNamespace(
         check_process=lambda: None,
-        grow=lambda: iterations.append(executor._run.spec.iteration),
+        grow=lambda: iterations.append(executor.checkpoints.iteration),
         members=[],
         run=run,
     )
-    executor._run = _Run(executor._controller, RunSpec(), Datasets(None), Call())
+    executor._run = _Run(controller, RunSpec(), executor.checkpoints, Datasets(None), Call())
     executor.finish_training()
     assert iterations == [1]  # the report counts

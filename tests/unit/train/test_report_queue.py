@@ -112,5 +112,5 @@ def test_unreadable_values_are_an_error_in_a_report_and_a_warning_at_the_end(cap
     unreadable = dataclasses.replace(packed, data=packed.data.replace(b"fractions", b"unknownnn"))
     with pytest.raises(TypeError, match="Report plain values, or make their classes importable"):
         _ = TrainingResult("report", content=unreadable).metrics
-    assert TrainingResult("end", content=unreadable).value is None
+    assert TrainingResult("end", content=unreadable).return_value is None
     assert "cannot unpickle the result" in caplog.text
