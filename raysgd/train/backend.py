@@ -39,7 +39,7 @@ from raysgd.train.framework import (
     backend_class,
 )
 from raysgd.train.function_runner import EndRunRequest, FunctionRunner, NextResultRequest
-from raysgd.train.report_queue import Growth, TrainingResult, check_in_step
+from raysgd.train.result_queue import GrowthPolicy, TrainingResult, check_in_step
 from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.worker_group import WorkerGroup, group_options
 from raysgd.train.worker_session import RunSpec
@@ -69,7 +69,7 @@ class _Run:
     """Counts the losses of workers over all requests of the run."""
     skips_reports: bool = False
     """Whether to skip reports."""
-    growth: Growth = field(default_factory=Growth)
+    growth_policy: GrowthPolicy = field(default_factory=GrowthPolicy)
     return_values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
 
@@ -169,7 +169,7 @@ class BackendExecutor:
         """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
-            self._run.growth.forget_checkpoint()
+            self._run.growth_policy.forget_checkpoint()
             self._run.datasets.send(self._run.controller.members)
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
@@ -292,7 +292,7 @@ class BackendExecutor:
                 results: list[TrainingResult] = run.send(NextResultRequest())
                 check_in_step(results)
                 run.checkpoints.save(results)
-                if run.growth.observe(results[0]):
+                if run.growth_policy.may_grow_after(results[0]):
                     run.checkpoints.iteration = results[0].iteration
                     run.controller.grow()
                 if results[0].kind == "end":

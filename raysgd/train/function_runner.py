@@ -16,7 +16,7 @@ from raysgd.train import session
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.integrations import IntegrationFinder
-from raysgd.train.report_queue import ReportQueue
+from raysgd.train.result_queue import ResultQueue
 from raysgd.train.worker_session import RunSpec, Session, process_state
 
 
@@ -73,11 +73,11 @@ class FunctionRunner(Runner):
         if running is None:
             return Progress()
         position = ReportedPosition(global_step=running.iteration)
-        return Progress(position, process=ProcessStatus(running.report_queue.blocked_on_driver))
+        return Progress(position, process=ProcessStatus(running.result_queue.blocked_on_driver))
 
     def set_interrupted(self, interrupted: bool) -> None:
         if interrupted and self._session is not None:
-            self._session.report_queue.stop()
+            self._session.result_queue.stop()
 
     def pause_at(self, step: int | None) -> int:
         return 0  # a function cannot pause, and the driver has its checkpoints
@@ -90,9 +90,9 @@ class FunctionRunner(Runner):
                 if self._session is None:
                     if self._spec is None:
                         raise RuntimeError("This worker has no function to run.")
-                    self._session = Session(self._spec, ReportQueue())
+                    self._session = Session(self._spec, ResultQueue())
                     self._session.thread.start()
-                return self._session.report_queue.get()
+                return self._session.result_queue.get()
             case EndRunRequest():
                 self.set_interrupted(True)
                 if self._session is not None:

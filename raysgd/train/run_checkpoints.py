@@ -20,7 +20,7 @@ from raysgd.checkpoint.store import CheckpointFolder, name_numbers
 from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.constants import TIMESTAMP
-from raysgd.train.report_queue import TrainingResult
+from raysgd.train.result_queue import TrainingResult
 
 logger = logging.getLogger(__name__)
 

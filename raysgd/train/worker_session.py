@@ -25,7 +25,7 @@ from raysgd.cluster.process import end_wandb
 from raysgd.cluster.serialization import PackedValue, pack, portable_pickler, unpicklable_key
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.report_queue import ReportQueue, ResultKind, RunStoppedError, TrainingResult
+from raysgd.train.result_queue import ResultKind, ResultQueue, RunStoppedError, TrainingResult
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,9 @@ class RunSpec:
 class Session:
     """One run of a training function in this process."""
 
-    def __init__(self, spec: RunSpec, report_queue: ReportQueue) -> None:
+    def __init__(self, spec: RunSpec, result_queue: ResultQueue) -> None:
         self.spec = spec
-        self.report_queue = report_queue
+        self.result_queue = result_queue
         self.iteration = spec.iteration
         self._checkpoint = spec.checkpoint
         self._newest_arrays: Finiteness | None = None
@@ -87,7 +87,7 @@ class Session:
             end_wandb(failed=end.error is not None)
         if process_state.session is self:
             process_state.session = None  # before the driver sees the end and begins another run
-        self.report_queue.end(end)
+        self.result_queue.end(end)
 
     # ---- calls from the function
 
@@ -147,7 +147,7 @@ class Session:
             if self.spec.encode is not None:
                 blob = _pickle(self.spec.encode(checkpoint))
             self._checkpoint, self._newest_arrays = own, arrays
-        self.report_queue.put(
+        self.result_queue.put(
             TrainingResult(
                 kind,
                 content=content,

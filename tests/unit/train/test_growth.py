@@ -7,7 +7,7 @@ import pytest
 from raysgd.elastic.call import Call
 from raysgd.train.backend import BackendConfig, BackendExecutor, _Run
 from raysgd.train.datasets import Datasets
-from raysgd.train.report_queue import Growth, TrainingResult
+from raysgd.train.result_queue import GrowthPolicy, TrainingResult
 from raysgd.train.worker_session import RunSpec
 
 TURNS = {
@@ -33,11 +33,11 @@ TURNS = {
     ],
 )
 def test_growth_loses_and_repeats_no_report(turns, grown_at):
-    growth, grown = Growth(), []
+    policy, grown = GrowthPolicy(), []
     for number, turn in enumerate(turns):
         if turn == "|":
-            growth.forget_checkpoint()
-        elif growth.observe(TURNS[turn]):
+            policy.forget_checkpoint()
+        elif policy.may_grow_after(TURNS[turn]):
             grown.append(number)
     assert grown == grown_at
 

@@ -8,13 +8,13 @@ from fractions import Fraction
 import pytest
 
 from raysgd.cluster.serialization import pack
-from raysgd.train.report_queue import ReportQueue, RunStoppedError, TrainingResult
+from raysgd.train.result_queue import ResultQueue, RunStoppedError, TrainingResult
 from tests.conftest import wait_until
 
 
 @pytest.fixture
-def report_queue():
-    return ReportQueue()
+def result_queue():
+    return ResultQueue()
 
 
 def in_thread(function):
@@ -36,55 +36,55 @@ def result(n):
     return TrainingResult("report", content=pack({"n": n}))
 
 
-def test_a_function_is_at_most_one_report_ahead(report_queue):
+def test_a_function_is_at_most_one_report_ahead(result_queue):
     put = []
 
     def function():
         for n in range(4):
-            report_queue.put(result(n))
+            result_queue.put(result(n))
             put.append(n)
 
     thread, _ = in_thread(function)
-    wait_until(lambda: report_queue.blocked_on_driver)
+    wait_until(lambda: result_queue.blocked_on_driver)
     assert put == [0]
-    assert report_queue.get().metrics == {"n": 0}
-    wait_until(lambda: put == [0, 1] and report_queue.blocked_on_driver)
+    assert result_queue.get().metrics == {"n": 0}
+    wait_until(lambda: put == [0, 1] and result_queue.blocked_on_driver)
     for n in (1, 2, 3):
-        assert report_queue.get().metrics == {"n": n}
+        assert result_queue.get().metrics == {"n": n}
     thread.join(5)
     assert put == [0, 1, 2, 3]
 
 
-def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_queue):
+def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(result_queue):
     """Before that, the driver may have taken the checkpoint but not stored it."""
     saved, reported = threading.Event(), threading.Event()
 
     def function():
-        report_queue.put(TrainingResult("checkpoint", checkpoint=b"x", has_checkpoint=True))
+        result_queue.put(TrainingResult("checkpoint", checkpoint=b"x", has_checkpoint=True))
         saved.set()
-        report_queue.put(result(1))  # a restart from the checkpoint would not repeat it
+        result_queue.put(result(1))  # a restart from the checkpoint would not repeat it
         reported.set()
-        report_queue.put(result(2))
-        report_queue.put(result(3))
+        result_queue.put(result(2))
+        result_queue.put(result(3))
 
     in_thread(function)
-    assert report_queue.get().checkpoint == b"x"
+    assert result_queue.get().checkpoint == b"x"
     assert not saved.wait(0.2)
-    assert report_queue.get().metrics == {"n": 1}
+    assert result_queue.get().metrics == {"n": 1}
     assert saved.is_set()
     assert not reported.wait(0.2)
-    assert report_queue.get().metrics == {"n": 2}
+    assert result_queue.get().metrics == {"n": 2}
     assert reported.is_set()
-    wait_until(lambda: report_queue._next is not None)  # other reports do not wait
+    wait_until(lambda: result_queue._next is not None)  # other reports do not wait
 
 
 @pytest.mark.parametrize("has_returned", [False, True])
-def test_a_stop_ends_the_wait_of_a_function(report_queue, has_returned):
-    report_queue.put(result(0))
-    waits = report_queue.end if has_returned else report_queue.put
+def test_a_stop_ends_the_wait_of_a_function(result_queue, has_returned):
+    result_queue.put(result(0))
+    waits = result_queue.end if has_returned else result_queue.put
     thread, raised = in_thread(lambda: waits(result(1)))
-    wait_until(lambda: report_queue.blocked_on_driver)
-    report_queue.stop()
+    wait_until(lambda: result_queue.blocked_on_driver)
+    result_queue.stop()
     thread.join(5)
     assert not thread.is_alive()
     assert [type(error) for error in raised] == [RunStoppedError] * (not has_returned)
@@ -99,12 +99,12 @@ def test_a_stop_ends_the_wait_of_a_function(report_queue, has_returned):
         (RunStoppedError("stopped"), RuntimeError),
     ],
 )
-def test_the_error_of_the_function_comes_after_its_reports(report_queue, raised, expected):
-    report_queue.put(result(0))
-    in_thread(lambda: report_queue.end(TrainingResult("end", error=raised)))
-    assert report_queue.get().metrics == {"n": 0}
+def test_the_error_of_the_function_comes_after_its_reports(result_queue, raised, expected):
+    result_queue.put(result(0))
+    in_thread(lambda: result_queue.end(TrainingResult("end", error=raised)))
+    assert result_queue.get().metrics == {"n": 0}
     with pytest.raises(expected):
-        report_queue.get()
+        result_queue.get()
 
 
 def test_unreadable_values_are_an_error_in_a_report_and_a_warning_at_the_end(caplog):

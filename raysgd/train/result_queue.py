@@ -3,7 +3,7 @@
 `put` waits until the driver has taken the previous result, so no worker gets more than one report
 ahead of the slowest. With a checkpoint, and with the report after it, `put` also waits until the
 driver asks for the next result. Then the driver holds both, and a loss of workers cannot lose them.
-`Growth` uses these waits.
+`GrowthPolicy` uses these waits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def check_in_step(results: Sequence[TrainingResult]) -> None:
         )
 
 
-class ReportQueue:
+class ResultQueue:
     """Passes results to the driver. Only one thread calls `put`."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class ReportQueue:
             self._changed.notify_all()
 
 
-class Growth:
+class GrowthPolicy:
     """Tracks in which order a function reports and saves, and decides when its workers may grow.
 
     To grow, all workers restart from the newest checkpoint. The function waits at each checkpoint
@@ -180,7 +180,7 @@ class Growth:
         """Forget a checkpoint from which the workers start again, before its report."""
         self._awaits_report = False
 
-    def observe(self, result: TrainingResult) -> bool:
+    def may_grow_after(self, result: TrainingResult) -> bool:
         """Return whether a restart after this result, with `result.iteration`, skips no report."""
         if self._saves_first is None:
             self._saves_first = result.kind == "checkpoint"
