@@ -138,9 +138,9 @@ class WorkerStarter:
         self._pending: list[PendingWorker] = []
         self._lost_slots: set[AnySlot | None] = set()
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""
-        self._losses_in_row: dict[AnySlot | None, tuple[Phase, int]] = {}
-        """By slot: the phase of the newest losses of pending workers, and their number."""
-        self._delays: list[tuple[AnySlot, float]] = []
+        self._crashes_in_row: dict[AnySlot | None, tuple[Phase, int]] = {}
+        """By slot: the phase of the newest crashes of pending workers, and their number."""
+        self._failures: list[tuple[AnySlot, float]] = []
         """For each failure: the slot, and when it may start another worker."""
         self._resized_at = self.group.clock.monotonic()
 
@@ -162,13 +162,13 @@ class WorkerStarter:
         """Let the replacement of a lost member join without the cooldown, which begins now."""
         slot = self.group.slot_of(member)
         self._lost_slots.add(slot)
-        self._losses_in_row.pop(slot, None)
+        self._crashes_in_row.pop(slot, None)
         self._resized_at = self.group.clock.monotonic()
         self.reset_failures()
 
     def reset_failures(self) -> None:
         """Reset the failures of pending workers, because their cause may be gone."""
-        self._delays, self.error = [], None
+        self._failures, self.error = [], None
 
     def request_resources(self) -> bool:
         """Request resources if the group may grow. Return whether some are free."""
@@ -195,7 +195,7 @@ class WorkerStarter:
                 self._discard(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
-        if missing > 0 and len(self._delays) < self.config.max_attempts:
+        if missing > 0 and len(self._failures) < self.config.max_attempts:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
@@ -222,7 +222,7 @@ class WorkerStarter:
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members)
         for slot in vacant:
-            if any(each is slot and now < until for each, until in self._delays):
+            if any(each is slot and now < until for each, until in self._failures):
                 continue
             ranks = {worker.rank for worker in self._pending}
             rank = next((r for r in range(num_staying, size) if r not in ranks), size - 1)
@@ -240,9 +240,9 @@ class WorkerStarter:
     def _handle_failure(self, worker: PendingWorker, error: BaseException) -> None:
         """Discard a worker, and decide when its slot starts another one.
 
-        After a loss, the slot does so immediately. After an exception, or several losses in a row
+        After a crash, the slot does so immediately. After an exception, or several crashes in a row
         in one phase, it waits, longer each time, and up to `max_attempts` times until a reset.
-        An exception and repeated losses in user code set `error`, which ends a start. A timeout
+        An exception and repeated crashes in user code set `error`, which ends a start. A timeout
         does so only in the first start.
         """
         self._discard(worker)
@@ -251,9 +251,9 @@ class WorkerStarter:
         self.record.add_event("newcomer_failed", [] if handle is None else [handle], cause=cause)
         if is_worker_failure(error):
             self._lost_slots.add(slot)
-            before, count = self._losses_in_row.get(slot, (phase, 0))
+            before, count = self._crashes_in_row.get(slot, (phase, 0))
             count = count + 1 if phase == before else 1
-            self._losses_in_row[slot] = phase, count
+            self._crashes_in_row[slot] = phase, count
             if count < (_MAX_SETUP_CRASHES if phase == "set up" else self.config.max_attempts):
                 return
             if handle is not None and phase in ("start", "set up"):  # these run user code
@@ -267,12 +267,12 @@ class WorkerStarter:
                 )
         elif self.record.is_first_start or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
-        number = len(self._delays)
-        if isinstance(error, CheckpointError):  # no worker can load this state
-            number = max(number, self.config.max_attempts - 1)
-        until = self.group.clock.monotonic() + backoff_s(number, self.config)
-        self._delays += [(slot, until)] * (number + 1 - len(self._delays))
-        if number + 1 == self.config.max_attempts:
+        num_left = self.config.max_attempts - len(self._failures)
+        # No worker can load a damaged state, so that no attempt is left.
+        num_used = max(1, num_left) if isinstance(error, CheckpointError) else 1
+        wait_s = backoff_s(len(self._failures) + num_used - 1, self.config)
+        self._failures += [(slot, self.group.clock.monotonic() + wait_s)] * num_used
+        if num_used == num_left:
             logger.warning("No more replacement workers start in this call.")
 
     def _discard(self, worker: PendingWorker) -> None:
@@ -312,8 +312,8 @@ class WorkerStarter:
         """Prepare for a start, which makes the started workers the group."""
         self.reset_failures()
         # Crashes in `setup` while other workers trained do not count.
-        losses = self._losses_in_row.items()
-        self._losses_in_row = {slot: each for slot, each in losses if each[0] != "set up"}
+        crashes = self._crashes_in_row.items()
+        self._crashes_in_row = {slot: each for slot, each in crashes if each[0] != "set up"}
 
     def grace_s(self) -> float:
         """Return how many seconds a start waits for late workers when there are enough.
@@ -340,7 +340,7 @@ class WorkerStarter:
         for worker in [each for each in self._pending if each.handle in handles]:
             self._pending.remove(worker)
             self._lost_slots.discard(worker.slot)
-            self._losses_in_row.pop(worker.slot, None)
+            self._crashes_in_row.pop(worker.slot, None)
         if handles:
             self.reset_failures()
         self._resized_at = self.group.clock.monotonic()
