@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
-from raysgd.cluster.preemption_notices import Notice, PreemptionNotices
+from raysgd.cluster.preemption_notices import PreemptionNotice, PreemptionNotices
 from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerLocation
 from raysgd.cluster.worker_handle import ActorHandle, LocalHandle, WorkerHandle
 
@@ -126,7 +126,7 @@ class ActorGroup:
 
         return node_traits()
 
-    def preempted(self) -> dict[WorkerHandle, Notice]:
+    def preempted(self) -> dict[WorkerHandle, PreemptionNotice]:
         """Return the members that will be preempted."""
         return self.notices.preempted(self.members)
 

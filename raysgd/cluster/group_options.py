@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-COME_UP_S = 60.0  # seconds that processes may take to start in their reserved resources
-WAIT_LONGER = (
+PROCESS_START_S = 60.0  # seconds that processes may take to start in their reserved resources
+START_ADVICE = (
     "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S (raysgd.train: "
     "TRAIN_PLACEMENT_GROUP_TIMEOUT_S) to more seconds."
 )

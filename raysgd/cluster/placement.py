@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.cluster import process
-from raysgd.cluster.group_options import WAIT_LONGER, workers_that_fit
+from raysgd.cluster.group_options import START_ADVICE, workers_that_fit
 from raysgd.cluster.ray_session import is_own_cluster
 from raysgd.errors import InsufficientResourcesError
 
@@ -258,7 +258,7 @@ def _no_room_error(
         "nodes."
     )
     if when:
-        sentences += [_ADVICE, WAIT_LONGER]
+        sentences += [_ADVICE, START_ADVICE]
     return InsufficientResourcesError(" ".join(sentences))
 
 

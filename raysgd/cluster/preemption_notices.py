@@ -19,7 +19,7 @@ _HEAD_SILENT_S = 2.0  # seconds without an answer after which the Ray head node 
 _SIGTERM_GRACE_S = 10.0  # seconds that a process usually survives after SIGTERM
 
 
-class Notice(NamedTuple):
+class PreemptionNotice(NamedTuple):
     cause: str
     deadline: float = math.inf  # in seconds since the Unix epoch
 
@@ -29,69 +29,70 @@ class PreemptionNotices:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._of_ray: dict[str, Notice] = {}
-        self._by_target: dict[WorkerHandle | str, Notice] = {}  # by worker or node ID
-        self._is_over: threading.Event | None = None
-        self._asked_at: float | None = None  # time of the request that Ray has not answered
-        self._logged_at: float | None = None  # time of the last one that was logged
+        self._from_ray: dict[str, PreemptionNotice] = {}
+        self._by_target: dict[WorkerHandle | str, PreemptionNotice] = {}  # by worker or node ID
+        self._stop_polling: threading.Event | None = None
+        self._unanswered_since: float | None = None  # when Ray got a request without an answer
+        self._logged_silence: float | None = None  # the last such time that was logged
 
     # ---- notices of the user
 
     def drain(self, target: WorkerHandle | str, deadline_s: float | None) -> None:
         deadline = self._clock.time() + (math.inf if deadline_s is None else deadline_s)
-        self._by_target[target] = Notice("drain() was called", deadline)
+        self._by_target[target] = PreemptionNotice("drain() was called", deadline)
 
     def record_sigterm(self, member: WorkerHandle, since_s: float) -> None:
         deadline = self._clock.time() + _SIGTERM_GRACE_S - since_s
-        self._by_target.setdefault(member, Notice("its process was sent SIGTERM", deadline))
+        notice = PreemptionNotice("its process was sent SIGTERM", deadline)
+        self._by_target.setdefault(member, notice)
 
     # ---- notices of Ray
 
     def poll_ray(self) -> None:
         """Poll Ray in a thread until `stop`, because a request can block."""
-        if self._is_over is None:
-            self._is_over = over = threading.Event()
+        if self._stop_polling is None:
+            self._stop_polling = event = threading.Event()
             name = "raysgd-notices"
-            threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
+            threading.Thread(target=self._poll, args=(event,), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        if self._is_over is not None:
-            self._is_over.set()
-            self._is_over = self._asked_at = None
+        if self._stop_polling is not None:
+            self._stop_polling.set()
+            self._stop_polling = self._unanswered_since = None
 
-    def _ask(self, is_over: threading.Event) -> None:
-        while not is_over.wait(_POLL_RAY_EVERY_S):
-            self._asked_at = self._clock.monotonic()
+    def _poll(self, stop_polling: threading.Event) -> None:
+        while not stop_polling.wait(_POLL_RAY_EVERY_S):
+            self._unanswered_since = self._clock.monotonic()
             with contextlib.suppress(Exception):  # Ray is shut down
                 from ray._private.state import state  # Ray 2.60 has no public API for this
 
-                self._of_ray = {
-                    node: Notice("Ray drains its node", deadline_ms / 1000 or math.inf)
+                self._from_ray = {
+                    node: PreemptionNotice("Ray drains its node", deadline_ms / 1000 or math.inf)
                     for node, deadline_ms in state.get_draining_nodes().items()
                 }
-            self._asked_at = None
+            self._unanswered_since = None
 
     def detect_ray_silence(self) -> bool:
         """Return whether the Ray head node is unresponsive, so that requests to it would block.
 
         Log the start of the silence.
         """
-        asked_at = self._asked_at
-        if asked_at is None or self._clock.monotonic() - asked_at <= _HEAD_SILENT_S:
+        since = self._unanswered_since
+        if since is None or self._clock.monotonic() - since <= _HEAD_SILENT_S:
             return False
-        if self._logged_at != asked_at:
-            self._logged_at = asked_at
+        if self._logged_silence != since:
+            self._logged_silence = since
             logger.warning("The Ray head does not answer. Replacement workers wait for it.")
         return True
 
     # ---- all notices
 
     @property
-    def nodes(self) -> dict[str, Notice]:
+    def nodes(self) -> dict[str, PreemptionNotice]:
         known = list(self._by_target.items())  # another thread may change the dict
-        return {key: notice for key, notice in known if isinstance(key, str)} | self._of_ray
+        return {key: notice for key, notice in known if isinstance(key, str)} | self._from_ray
 
-    def preempted(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, Notice]:
+    def preempted(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, PreemptionNotice]:
         """Return the workers that will be preempted."""
         nodes, known = self.nodes, self._by_target
         found = {m: known.get(m) or nodes.get(m.location.node_id) for m in members if m.is_remote}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.cluster.actor_group import ActorGroup
-from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
+from raysgd.cluster.group_options import PROCESS_START_S, START_ADVICE
 from raysgd.cluster.worker import CarriedError, Worker
 from raysgd.cluster.worker_handle import (
     ROOT_CAUSE_S,
@@ -33,13 +33,13 @@ def start(group: ActorGroup, num_workers: int) -> None:
 
 
 def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
-    timeout_s = max(group.options.start_timeout_s, COME_UP_S)
+    timeout_s = max(group.options.start_timeout_s, PROCESS_START_S)
     locations = [member.submit_control(Worker.locate) for member in members]
     if missing := group.clock.wait(locations, timeout_s):
         ranks = [rank for rank, location in enumerate(locations) if location in missing]
         raise WorkerTimeoutError(
             f"Processes of workers {', '.join(map(str, ranks))} did not start within "
-            f"{timeout_s:g} s. {WAIT_LONGER}"
+            f"{timeout_s:g} s. {START_ADVICE}"
         )
     for member, location in zip(members, locations, strict=True):
         try:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from raysgd._internal.context import WorkerContext
 from raysgd.cluster.actor_group import ActorGroup, AnySlot
-from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
+from raysgd.cluster.group_options import PROCESS_START_S, START_ADVICE
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_failure
 from raysgd.elastic.config import ElasticConfig
@@ -22,7 +22,7 @@ from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError, Wor
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = COME_UP_S
+_GRACE_S = PROCESS_START_S
 """Seconds that a start waits for late workers once ``min_workers`` are ready."""
 _SHORT_GRACE_S = 0.5
 """The same limit in seconds if late workers can join later: in a restart, or if all of them replace
@@ -76,7 +76,7 @@ class PendingWorker:
         self.handle = handle = self.group.start_worker(self.slot)
         if not handle.location.node_ip:  # the driver's own worker knows its location
             location = handle.submit_control(Worker.locate)
-            limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
+            limit_s = max(self.group.options.start_timeout_s, PROCESS_START_S)
             yield from self._wait_for(location, "come up", limit_s)
             handle.start_watching(location.result())
         created = handle.submit_work(Worker.create_runner, *self.starter.runner_arguments)
@@ -111,7 +111,7 @@ class PendingWorker:
         deadline = self.group.clock.monotonic() + timeout_s
         while not answer.done():
             if self.group.clock.monotonic() > deadline:
-                advice = WAIT_LONGER if phase == "come up" else "To wait longer, raise timeout_s."
+                advice = START_ADVICE if phase == "come up" else "To wait longer, raise timeout_s."
                 raise WorkerTimeoutError(
                     f"Worker {self.rank} took longer than {timeout_s:g} s to {phase}. {advice}"
                 )

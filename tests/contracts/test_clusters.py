@@ -222,7 +222,7 @@ def draining(folder):
     return [event for event in events(folder) if event["kind"] == "draining"]
 
 
-class Notice(BaseHTTPRequestHandler):
+class PreemptionNotice(BaseHTTPRequestHandler):
     """A metadata service, which announces at the second request that the machine goes."""
 
     ANSWERS: ClassVar = {
@@ -248,8 +248,8 @@ class Notice(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def metadata_url():
-    server = HTTPServer(("127.0.0.1", 0), Notice)
-    Notice.unannounced = 1
+    server = HTTPServer(("127.0.0.1", 0), PreemptionNotice)
+    PreemptionNotice.unannounced = 1
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.preemption_notices import Notice
+from raysgd.cluster.preemption_notices import PreemptionNotice
 from raysgd.elastic.call import Call
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.loop.requests import LeavingRequest, TrainRequest
@@ -168,7 +168,7 @@ def watch_of(left_s, **sizes):
         clock=clock,
         members=range(sizes["num_workers"]),
         options=GroupOptions(**sizes),
-        preempted=lambda: {rank: Notice("", clock.now + s) for rank, s in left_s.items()},
+        preempted=lambda: {rank: PreemptionNotice("", clock.now + s) for rank, s in left_s.items()},
     )
     return PreemptionMonitor(group, SimpleNamespace(add_event=lambda *_, **__: None), True)
 

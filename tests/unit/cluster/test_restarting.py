@@ -79,7 +79,7 @@ def silence(world, monkeypatch):
         return next((start - 3 for start, end in spans if start <= world.monotonic() < end), None)
 
     asked = property(asked_at, lambda *_: None)
-    monkeypatch.setattr(PreemptionNotices, "_asked_at", asked, raising=False)
+    monkeypatch.setattr(PreemptionNotices, "_unanswered_since", asked, raising=False)
     return lambda *span: spans.append(span)
 
 

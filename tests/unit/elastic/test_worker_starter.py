@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raysgd.cluster.preemption_notices import Notice
+from raysgd.cluster.preemption_notices import PreemptionNotice
 from raysgd.cluster.worker import WorkerLocation
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.test_elasticity import every_new, kinds, lose_all, run_until, steps_of
@@ -22,7 +22,7 @@ def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
     """One without a process is the first, and its request for resources is given back."""
     controller = world.drive(2).controller
     starter, notices = controller._starter, controller._group.notices._by_target
-    notices |= dict.fromkeys(controller.members, Notice("a test"))
+    notices |= dict.fromkeys(controller.members, PreemptionNotice("a test"))
     starter.advance()
     *_, one, other = slots = world.reservations[0].slots
     one.index, other.index, world.room = other.index, one.index, 3  # there is room for the second
