@@ -21,5 +21,5 @@ class Clock:
         """Wait for futures, and return those that are not done."""
         return concurrent.futures.wait(set(futures), timeout=timeout_s).not_done
 
-    queue = SimpleQueue[Any]
+    new_queue = SimpleQueue[Any]
     """Returns a queue whose ``get`` uses this clock for its timeout."""

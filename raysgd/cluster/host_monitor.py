@@ -39,13 +39,13 @@ _KEEPALIVE = {
     # Covers the end of the handshake, when the kernel sends no probes.
     "TCP_USER_TIMEOUT": _KEEPALIVE_S * 1000,
 }
-_REACHED_MS = 1500  # milliseconds without an answer, after which a host counts as silent
-_LAST_ANSWER = slice(56, 60)  # tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, milliseconds
+_SILENT_AFTER_MS = 1500  # milliseconds without an answer, after which a host counts as silent
+_LAST_ACK = slice(56, 60)  # tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, milliseconds
 _RECONNECT_S = 3.0  # seconds that a live worker may take to reconnect
 _RECONNECT_EVERY_S = 0.25  # seconds between two attempts of a worker, or checks of the driver
 _CONNECT_DRIVER_S, _REACH_DRIVER_S = 5.0, 0.5
 _NUM_REFUSALS = 3  # refused connections after which a worker exits; a busy driver may refuse one
-_END_S = 1.0  # seconds that Ray may take to kill a refused worker before the worker exits by itself
+_KILL_GRACE_S = 1.0  # seconds that Ray may take to kill a refused worker before it exits by itself
 
 
 class HostError(Exception):
@@ -82,8 +82,8 @@ class HostWatch:
         if connection is None or time.monotonic() - self._connected_at < _RECONNECT_S:
             return False
         with contextlib.suppress(OSError):  # the socket is closed
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ANSWER.stop)
-            return int.from_bytes(info[_LAST_ANSWER], sys.byteorder) < _REACHED_MS
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.stop)
+            return int.from_bytes(info[_LAST_ACK], sys.byteorder) < _SILENT_AFTER_MS
         return False
 
     def close(self) -> None:
@@ -138,10 +138,10 @@ class HostMonitor:
         if sys.platform != "linux" or is_single_node([node_ip]):
             return None
         try:
-            own = address_towards(node_ip)
-            if own not in self._listeners:
-                self._listeners[own] = Listener(own, "raysgd-host-monitor")
-            return HostWatch(node_ip, fail, self, self._listeners[own])
+            own_address = address_towards(node_ip)
+            if own_address not in self._listeners:
+                self._listeners[own_address] = Listener(own_address, "raysgd-host-monitor")
+            return HostWatch(node_ip, fail, self, self._listeners[own_address])
         except (OSError, RuntimeError):  # no port can be opened, or no thread can start
             return None
 
@@ -217,7 +217,7 @@ class DriverWatch:
                 if num_refusals == _NUM_REFUSALS:
                     reason = "the driver has ended, or has declared this worker lost"
                     self._interrupt()
-                    time.sleep(_END_S)
+                    time.sleep(_KILL_GRACE_S)
             except OSError:
                 self._interrupt()
                 waited_s = time.monotonic() - began

@@ -190,12 +190,12 @@ def reserve(
         wait_s = max(deadline - time.monotonic() if size == min_workers else 0.0, SETTLE_S)
         group = _request_group([dict(bundle)] * size, placement_strategy, wait_s, is_wanted)
         if group is not None:
-            room = Reservation(group, range(size), owned=True, is_strict=is_strict)
-            return _top_up(room, bundle, num_workers)
+            reservation = Reservation(group, range(size), owned=True, is_strict=is_strict)
+            return _extend(reservation, bundle, num_workers)
     raise _no_room_error(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
 
-def _top_up(reservation: Reservation, bundle: Mapping[str, float], num_workers: int) -> Reservation:
+def _extend(reservation: Reservation, bundle: Mapping[str, float], num_workers: int) -> Reservation:
     """Request slots for the missing workers, and wait briefly for them."""
     size = len(reservation.slots)
     if size == num_workers:
@@ -210,7 +210,7 @@ def _top_up(reservation: Reservation, bundle: Mapping[str, float], num_workers: 
             time.sleep(POLL_S)
         reservation.drop_pending(requested)
         where = f"The cluster has {_format(ray.cluster_resources(), bundle)}, and"
-        _warn_of_few(len(reservation.slots), num_workers, bundle, where)
+        _warn_of_missing(len(reservation.slots), num_workers, bundle, where)
     except BaseException:  # most likely Ctrl-C
         reservation.release()
         raise
@@ -276,11 +276,11 @@ def _reserve_within(
             "group a bundle for each worker. In Ray Tune, pass trainer.as_trainable() to the "
             "Tuner, or wrap your function in tune.with_resources(...)."
         )
-    _warn_of_few(num_fitting, num_workers, bundle, "The placement group of this trainer has")
+    _warn_of_missing(num_fitting, num_workers, bundle, "The placement group of this trainer has")
     return Reservation(group, [-1] * min(num_fitting, num_workers), owned=False)
 
 
-def _warn_of_few(number: int, wanted: int, bundle: Mapping[str, float], where: str) -> None:
+def _warn_of_missing(number: int, wanted: int, bundle: Mapping[str, float], where: str) -> None:
     if number < wanted:
         text = "Starting with %d of %d workers, each with %s. %s no room for more now."
         logger.warning(text, number, wanted, _format(bundle), where)

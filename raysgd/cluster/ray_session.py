@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
-_PROBE_S = 5.0
+_CONNECT_S = 5.0
 _HEAD_ANSWER_S = 15.0  # seconds that the Ray head node may take to answer
 _ADDRESS = re.compile(r"\w+://\S+|[^\s/]+:\d+")
 _ADVICE = "Start the cluster or correct the address. RAY_ADDRESS=local starts Ray here."
@@ -68,10 +68,10 @@ def _init(address: str | None, **options: Any) -> None:
             if target not in (None, address):
                 origin += f", which is {target}"
         if target is not None:
-            _probe(target)
+            _check_listening(target)
             if "://" not in target:
                 _load_token(address)
-                _ask_head(target)
+                _check_head(target)
         advice = _TOKEN_ADVICE
         ray.init(address, **options)
     except (OSError, RayError) as error:
@@ -102,12 +102,12 @@ def check_runtime_env(*keys: str) -> None:
         )
 
 
-def _probe(address: str) -> None:
+def _check_listening(address: str) -> None:
     """Raise OSError if no server listens at `address`."""
     scheme, _, location = address.rpartition("://")
     host, _, port = location.rpartition(":")
     if scheme in ("", "ray") and host and port.isdecimal():
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
             pass
 
 
@@ -122,7 +122,7 @@ def _load_token(address: str | None) -> None:
     setup.ensure_token_if_auth_enabled(None, create_token_if_missing=False)
 
 
-def _ask_head(address: str) -> None:
+def _check_head(address: str) -> None:
     """Raise an error if the server at `address` does not answer as the head of a Ray cluster."""
     errors = []
 

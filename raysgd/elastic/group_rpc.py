@@ -53,7 +53,7 @@ class Attempt:
         self._clock = clock
         self.members: list[WorkerHandle] = []
         self.pending: dict[WorkerHandle, Future[Outcome]] = {}
-        self._finished = clock.queue()
+        self._finished = clock.new_queue()
         for member, future in futures.items():
             self.add(member, future)
         self.outcomes: dict[WorkerHandle, Outcome] = {}

@@ -71,7 +71,7 @@ class SimClock(Clock):
         self._world.tick_until(lambda: all(future.done() for future in futures), timeout_s)
         return {future for future in futures if not future.done()}
 
-    def queue(self):
+    def new_queue(self):
         return self._world.new_queue()
 
 

@@ -63,7 +63,7 @@ def worker(watched, monkeypatch):
     """A worker that is connected to the driver."""
     worker = Worker(watched.watch.address)
     monkeypatch.setattr(module, "_kill_own_process", worker.ended.set)
-    monkeypatch.setattr(module, "_END_S", 0.05)
+    monkeypatch.setattr(module, "_KILL_GRACE_S", 0.05)
     assert worker.watch.start() == ""
     wait_until(lambda: watched.watch._connection is not None)
     yield worker

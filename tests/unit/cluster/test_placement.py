@@ -61,7 +61,7 @@ def test_workers_use_a_placement_group_that_captures_child_tasks(monkeypatch, ca
     monkeypatch.setattr(placement, "_reserve_within", lambda *arguments: "within")
     monkeypatch.setattr(placement, "_request_group", lambda *arguments: "own")
     monkeypatch.setattr(placement, "Reservation", lambda group, *_, **__: group)
-    monkeypatch.setattr(placement, "_top_up", lambda room, *_: room)
+    monkeypatch.setattr(placement, "_extend", lambda room, *_: room)
     for name in ("cluster_resources", "available_resources"):
         monkeypatch.setattr(ray, name, lambda: {"CPU": 4})
     found = placement.reserve({"CPU": 1}, num_workers=2, min_workers=2, timeout_s=1)
@@ -91,7 +91,7 @@ def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):
         placement, "_request_group", lambda bundles, *_: "own" if len(bundles) < 3 else None
     )
     monkeypatch.setattr(placement, "Reservation", lambda group, indexes, **_: len(indexes))
-    monkeypatch.setattr(placement, "_top_up", lambda room, *_: room)
+    monkeypatch.setattr(placement, "_extend", lambda room, *_: room)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4})
     asked = {"num_workers": 5, "min_workers": 1, "timeout_s": 1}
     assert placement.reserve({"CPU": 1}, placement_strategy="STRICT_PACK", **asked) == 2

@@ -10,7 +10,7 @@ from tests.conftest import RAY, assert_names, run_python
 
 @pytest.fixture(autouse=True)
 def _outside(monkeypatch, tmp_path):
-    monkeypatch.setattr(ray_session, "_PROBE_S", 0.3)
+    monkeypatch.setattr(ray_session, "_CONNECT_S", 0.3)
     monkeypatch.setattr(ray_session, "_HEAD_ANSWER_S", 0.3)
     monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_session.ray, "init", lambda *a, **k: pytest.fail("asks Ray"))
