@@ -181,6 +181,8 @@ class Optimization(UpdateFeature):
         def averaging() -> Any:
             loss = closure()
             exchange.complete_gradients(optimizer)
+            if update.loss_weights.lack_items:
+                optimizer.zero_grad(set_to_none=True)
             if not isinstance(loss, torch.Tensor):
                 return loss
             # A line search must take the same steps on all workers.
