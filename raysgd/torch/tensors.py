@@ -166,7 +166,8 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
     """Return the optimizers that an optimizer wraps, as sharpness-aware minimization does."""
     values = vars(optimizer).values()
     listed = (each for value in values if isinstance(value, list | tuple) for each in value)
-    return [each for each in (*values, *listed) if isinstance(each, torch.optim.Optimizer)]
+    named = (each for value in values if isinstance(value, dict) for each in value.values())
+    return [each for each in (*values, *listed, *named) if isinstance(each, torch.optim.Optimizer)]
 
 
 class TensorVersions:
