@@ -35,7 +35,7 @@ def length_of(loader: Any) -> int | None:
     """Return the length of a loader, or None if it has none, or only after its first batch."""
     try:
         return len(loader)
-    except (TypeError, RuntimeError, ValueError):
+    except (TypeError, RuntimeError, ValueError, OverflowError):
         return None
 
 
