@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.tensors import total_norm
-
-if TYPE_CHECKING:
-    pass
 
 
 class GradientExchange(UpdateFeature):
