@@ -168,8 +168,6 @@ class EpochOrder:
             sampler = kind(sampler.dataset)
         self.sampler, self._loader = sampler, loader
         self.seed = 0
-        self.saved: Mapping[str, Any] = {}
-        """The newest `BatchSource.resume_info` that was loaded."""
         self._drawn: tuple[int, int] | None = None  # seed and epoch of the order
         self._order: Order = None
         self._digest: int | None = None  # of the order, once it is known
@@ -226,15 +224,13 @@ class EpochOrder:
             return zlib.crc32(type(self.sampler).__name__.encode())
         return digest
 
-    def key_to_save(self, epoch: int) -> int | None:
+    def key_to_save(self, epoch: int, saved: Mapping[str, Any]) -> int | None:
         """Return the key of an epoch, to save it. Before the order is drawn, it is unchanged."""
-        return self._key(epoch) if self.is_drawn(epoch) else self.saved.get("order")
+        return self._key(epoch) if self.is_drawn(epoch) else saved.get("order")
 
-    def check_saved(self, epoch: int) -> None:
-        """Raise RuntimeError if the order of an epoch is not that of `saved`."""
-        if self.saved.get("epoch") != epoch:
-            return
-        if self.saved.get("order") not in (None, self._key(epoch)):
+    def check_saved(self, epoch: int, saved: Mapping[str, Any]) -> None:
+        """Raise RuntimeError if an epoch has another order than a `BatchSource.resume_info`."""
+        if saved.get("epoch") == epoch and saved.get("order") not in (None, self._key(epoch)):
             raise RuntimeError(
                 f"Training cannot continue in epoch {epoch}: {type(self.sampler).__name__} gives "
                 "another order than when the state was saved, and samples would repeat. Use the "

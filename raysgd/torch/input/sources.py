@@ -164,7 +164,7 @@ class MapStyleSource(PartitionedSource):
         order = self._order_of(epoch, offset)  # first, because the length may depend on the epoch
         partition = self._partition = self.partition
         if offset:
-            self.epoch_order.check_saved(epoch)
+            self.epoch_order.check_saved(epoch, self._saved)
         spans, same_spans = itertools.tee(partition.spans(offset, num_steps))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in spans)
@@ -255,10 +255,7 @@ class MapStyleSource(PartitionedSource):
         if not offset:
             return {}
         info = {**file_stamps(self.loader.dataset), **super().resume_info(epoch, offset)}
-        return info | {"order": self.epoch_order.key_to_save(epoch)}
-
-    def load_resume_info(self, info: Mapping[str, Any]) -> None:
-        self.epoch_order.saved = info
+        return info | {"order": self.epoch_order.key_to_save(epoch, self._saved)}
 
     def check_resume_info(self, info: Mapping[str, Any]) -> None:
         check_files(self.loader.dataset, info)
