@@ -31,7 +31,7 @@ _MAX_FAILURES = 3
 class CallResult(NamedTuple):
     """The result of a call of train or validate."""
 
-    results: list[dict[str, Any]]
+    mergeable: list[dict[str, Any]]
     """Metrics with their weights by rank, then those of workers that have left."""
     merged: dict[str, Any]
     has_completed_epoch: bool
@@ -39,7 +39,7 @@ class CallResult(NamedTuple):
 
     @property
     def by_worker(self) -> list[dict[str, Any]]:
-        return [merge_workers([each]) for each in self.results]
+        return [merge_workers([each]) for each in self.mergeable]
 
 
 @dataclass(eq=False)
@@ -57,13 +57,13 @@ class Dispatcher:
     last_call: LastCall | None = None
     bad_steps: list[dict[str, Any]] = field(default_factory=list)
     """Steps that were not applied, oldest first."""
-    _being_reported: dict[str, Any] = field(default_factory=dict)
+    _metrics_in_hook: dict[str, Any] = field(default_factory=dict)
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Workers recognize a repeated call by its number."""
-    _newest_training: TrainRequest | None = None
+    _newest_train_request: TrainRequest | None = None
     _train_start: ReportedPosition | None = None
     """Where the newest call of train began."""
-    _unfinished_validation: int | None = None
+    _unfinished_validation_number: int | None = None
     """Call number of a validation that has not returned."""
     _has_bad_loss: bool = False
     """Whether the newest metrics had a loss that is not finite."""
@@ -97,16 +97,16 @@ class Dispatcher:
     @property
     def metrics(self) -> dict[str, Any]:
         """The newest metrics, including metrics that callbacks are handling now."""
-        return {**self.latest_metrics, **self._being_reported}
+        return {**self.latest_metrics, **self._metrics_in_hook}
 
     def report(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
         """Pass the metrics of a call to the callbacks, which may add metrics."""
         self.last_call = call
-        before, self._being_reported = self._being_reported, metrics
+        before, self._metrics_in_hook = self._metrics_in_hook, metrics
         try:
             self.callback_list.call_hook(hook, trainer, metrics)
         finally:
-            self._being_reported = before
+            self._metrics_in_hook = before
             self.latest_metrics.update(metrics)
 
     def run(self, request: Request, changes_state: bool = False, **options: Any) -> list[Any]:
@@ -118,10 +118,10 @@ class Dispatcher:
 
     def _make_replay(self, position: ReportedPosition) -> Call | None:
         """Return the call that repeats training up to `position`."""
-        if self._newest_training is None:
+        if self._newest_train_request is None:
             return None
         request = replace(
-            self._newest_training,
+            self._newest_train_request,
             until_epoch=None if position.in_epoch else position.epoch,
             until_step=position.global_step if position.in_epoch else None,
             callback_pause_step=None,
@@ -182,7 +182,7 @@ class Dispatcher:
             goals = (start.global_step + num_steps, request.until_step or sys.maxsize)
             request = replace(request, until_step=min(goals))
         request = replace(request, start_step=start.global_step, callback_pause_step=pause)
-        self._newest_training = request
+        self._newest_train_request = request
         return request
 
     def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:
@@ -241,15 +241,15 @@ class Dispatcher:
 
         After a failed call, the next call begins at the same batch, or from the start.
         """
-        if self._unfinished_validation is not None and not request.from_start:
-            request = replace(request, call_number=self._unfinished_validation)
-        self._unfinished_validation = request.call_number
+        if self._unfinished_validation_number is not None and not request.from_start:
+            request = replace(request, call_number=self._unfinished_validation_number)
+        self._unfinished_validation_number = request.call_number
         on_progress = self.callback_list.watch(trainer, "validate")
         start = 0 if request.from_start else self.position.validation_offset
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_progress=on_progress)
         seconds = time.perf_counter() - started
-        self._unfinished_validation = None
+        self._unfinished_validation_number = None
         merged = self._merge(results)
         is_complete = start == self.position.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)

@@ -68,17 +68,17 @@ class FitLoop:
     fit_options: FitOptions = field(default_factory=FitOptions)
     """The arguments of the running ``fit()``."""
     has_validated: bool = False
-    """Whether a validation has run, so that ``fit()`` need not try it."""
+    """Whether a validation has run, so that ``fit()`` needs no sanity check."""
     validation_names: set[str] = field(default_factory=set)
     """Names of the metrics of validations."""
-    _num_validated: int = 0
+    _num_validated_epochs: int = 0
     """Number of epochs that need no validation anymore."""
     _due_step: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
-    _trained: tuple[dict[str, Any], LastCall] | None = None
-    """Metrics of the newest training, until a validation has completed its result."""
-    _validated: tuple[dict[str, Any], LastCall] | None = None
-    """Metrics of the validation of that training."""
+    _training: tuple[dict[str, Any], LastCall] | None = None
+    """Metrics and call of the newest training, until a validation completes its result."""
+    _validation: tuple[dict[str, Any], LastCall] | None = None
+    """Metrics and call of the validation of that training."""
 
     def run(
         self,
@@ -114,11 +114,11 @@ class FitLoop:
                 options = replace(options, validate_every=None)
                 logger.info("%s", why)
             if options.validate_every is None:
-                _check_monitors(self._find_monitors(), (), why)
-            self.fit_options, self._num_validated = options, self.num_completed_epochs
+                _check_monitored(self._monitored_metrics(), (), why)
+            self.fit_options, self._num_validated_epochs = options, self.num_completed_epochs
             try:
                 if options.validate_every and self.num_completed_epochs < options.num_epochs:
-                    self._try_validation()
+                    self._run_sanity_check()
                 history = self._train_epochs(trainer)
             finally:
                 self._due_step = dispatcher.position.global_step if self.lacks_validation else None
@@ -148,7 +148,7 @@ class FitLoop:
             epoch = self.num_completed_epochs
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if len(history) == 1 and options.validate_every is None:
-                for argument, name in self._find_monitors().items():
+                for argument, name in self._monitored_metrics().items():
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
             if self.num_completed_epochs > epoch and self.is_validation_due:
@@ -178,7 +178,7 @@ class FitLoop:
         self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
-        self._trained, self._validated = (metrics, result.last_call), None
+        self._training, self._validation = (metrics, result.last_call), None
         hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
         try:
             self.dispatcher.report(hook, trainer, metrics, result.last_call)
@@ -206,16 +206,16 @@ class FitLoop:
             )
             result = self.dispatcher.validate(trainer, request)
             self.has_validated = True
-            self._due_step, self._num_validated = None, self.num_completed_epochs
+            self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
             if result.last_call.is_complete:  # otherwise the user looks at some batches
-                self._validated = (result.merged, result.last_call) if self._trained else None
+                self._validation = (result.merged, result.last_call) if self._training else None
             try:
                 self.dispatcher.report(
                     "on_validation_end", trainer, result.merged, result.last_call
                 )
             finally:  # also after Ctrl-C in a callback
                 self.validation_names.update(result.merged)
-                if self._validated is not None:
+                if self._validation is not None:
                     self._report_result(trainer)
         return result
 
@@ -223,15 +223,15 @@ class FitLoop:
         """Pass the result of an epoch to the callbacks, unless a callback made the call."""
         if self.dispatcher.callback_list.running_hooks:
             return
-        assert self._trained is not None
-        merged, call = self._trained
-        if self._validated is None:
+        assert self._training is not None
+        merged, call = self._training
+        if self._validation is None:
             names = self.validation_names - {NUM_SAMPLES, BATCH_COUNT}
             merged = {name: value for name, value in merged.items() if name not in names}
         else:
-            merged, seconds = {**merged, **self._validated[0]}, call.seconds
-            call = self._validated[1]._replace(seconds=seconds + self._validated[1].seconds)
-            self._trained = self._validated = None
+            merged, seconds = {**merged, **self._validation[0]}, call.seconds
+            call = self._validation[1]._replace(seconds=seconds + self._validation[1].seconds)
+            self._training = self._validation = None
         self.dispatcher.callback_list.call_hook("on_result", trainer, call, merged)
 
     # ---- missing validations
@@ -253,18 +253,18 @@ class FitLoop:
         """Whether the validation of the newest epoch is missing, and no training followed."""
         if self._due_step == self.dispatcher.position.global_step:
             return True
-        return self.num_completed_epochs > self._num_validated and self.is_validation_due
+        return self.num_completed_epochs > self._num_validated_epochs and self.is_validation_due
 
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
         self._due_step = None if due is None else self.dispatcher.position.global_step
-        self._trained = None if due is None else (due, LastCall("train", time.time(), 0.0))
-        self._validated = None
+        self._training = None if due is None else (due, LastCall("train", time.time(), 0.0))
+        self._validation = None
 
     # ---- checks
 
-    def _try_validation(self) -> None:
-        """Try the validation on some batches, unless a validation has run or runs next."""
+    def _run_sanity_check(self) -> None:
+        """Validate some batches before training, unless a validation has run or runs next."""
         if self.has_validated or self.lacks_validation or self.stop_reason is not None:
             return
         request = ValidateRequest(
@@ -285,14 +285,14 @@ class FitLoop:
             self.validation_names.update(names)
             if names:
                 why = f"a validation has: {', '.join(names)}."
-                _check_monitors(self._find_monitors(), list(names), why)
+                _check_monitored(self._monitored_metrics(), list(names), why)
         except Exception as error:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last
             raise
         self.has_validated = True
 
-    def _find_monitors(self) -> dict[str, str]:
+    def _monitored_metrics(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
         callbacks = list(self.dispatcher.callback_list)
         methods = [self.options.training_operator_cls.train_epoch]
@@ -304,7 +304,7 @@ class FitLoop:
         return {f"{who}(monitor={name!r})": name for who, name in named if isinstance(name, str)}
 
 
-def _check_monitors(monitored: Mapping[str, str], metrics: Sequence[str], why: str) -> None:
+def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str], why: str) -> None:
     """Check that monitored metrics of validation exist. Others may be metrics of training."""
     for argument, name in monitored.items():
         if name in metrics:
