@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 _SHARED = "{} save into {}, and would remove checkpoints of each other. Give each its own folder."
-_SAVING: dict[str, CallbackList] = {}
+_FOLDER_OWNERS: dict[str, CallbackList] = {}
 """Folders of checkpoints, with the callbacks of the trainer whose call saves into it."""
 
 
@@ -32,7 +32,7 @@ class _AttachedCallback:
     callback: Callback
     key: str
     """Key of the callback in the trainer's state."""
-    num_seen: int
+    num_events: int
     """Number of the trainer's events that the callback has received or skipped."""
     is_started: bool = False
     pause_step: int | None = None
@@ -55,25 +55,25 @@ class CallbackList:
         self._depth = 0
         self.around_saving: Callable[..., Any] = contextlib.nullcontext
         """Surrounds the hooks of callbacks that save."""
-        self._loaded: dict[str, Any] = {}
+        self._unclaimed: dict[str, Any] = {}
         """States that wait for their callbacks."""
         self._detached: dict[str, Any] = {}
         """States of the callbacks of earlier calls of `fit`."""
-        self._add(callbacks, num_seen=0)
+        self._add(callbacks, num_events=0)
 
     def __iter__(self) -> Iterator[Callback]:
         return (entry.callback for entry in self._entries)
 
     # ---- start and end
 
-    def _add(self, callbacks: Sequence[Callback], num_seen: int) -> list[_AttachedCallback]:
+    def _add(self, callbacks: Sequence[Callback], num_events: int) -> list[_AttachedCallback]:
         entries = list(self._entries)
         for callback in callbacks:
             if any(entry.callback is callback for entry in entries):
                 raise ValueError(f"The same {type(callback).__name__} is in the callbacks twice.")
             number = sum(type(e.callback).__name__ == type(callback).__name__ for e in entries) + 1
             key = type(callback).__name__ + (f"-{number}" if number > 1 else "")
-            entries.append(_AttachedCallback(callback, key, num_seen))
+            entries.append(_AttachedCallback(callback, key, num_events))
         added = entries[len(self._entries) :]
         self._entries = sorted(entries, key=lambda entry: entry.callback.stage)
         return added
@@ -82,12 +82,12 @@ class CallbackList:
     def attach(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
         """Attach callbacks for a call of `fit`: start the new ones, and end them afterwards."""
         before = [entry for entry in self._entries if entry.is_started]
-        added = self._add(callbacks, num_seen=len(trainer.events))
+        added = self._add(callbacks, num_events=len(trainer.events))
         try:
             with contextlib.ExitStack() as ending:
                 ending.callback(self._detach, added)
                 ending.callback(self.end, trainer, before)
-                self._load(added)
+                self._claim_states(added)
                 with self.within_call(trainer):
                     yield
         except BaseException:
@@ -98,7 +98,7 @@ class CallbackList:
     def _detach(self, added: Sequence[_AttachedCallback]) -> None:
         self._entries = [entry for entry in self._entries if entry not in added]
         for entry in added:
-            if entry.key not in self._loaded:  # no saved state is pending
+            if entry.key not in self._unclaimed:  # no saved state is pending
                 with contextlib.suppress(CallbackError):  # nothing is saved now
                     self._detached[entry.key] = _state_of(entry)
 
@@ -130,9 +130,9 @@ class CallbackList:
             for callback in () if self._depth else self:
                 if (location := callback.folder_in(trainer.logdir)) is not None:
                     folder = os.path.realpath(location.name)
-                    if _SAVING.setdefault(folder, self) is not self:
+                    if _FOLDER_OWNERS.setdefault(folder, self) is not self:
                         raise ValueError(_SHARED.format("Two trainers", folder))
-                    ending.callback(_SAVING.pop, folder, None)
+                    ending.callback(_FOLDER_OWNERS.pop, folder, None)
             self._depth += 1
             try:
                 if self._depth == 1:
@@ -176,11 +176,11 @@ class CallbackList:
         """Call `on_event` for the events that callbacks have not received yet."""
         events = trainer.events
         for entry in list(self._entries):
-            while entry.is_started and entry.num_seen < len(events):
-                entry.num_seen += 1
-                self._call_hook_of(entry, "on_event", trainer, events[entry.num_seen - 1])
+            while entry.is_started and entry.num_events < len(events):
+                entry.num_events += 1
+                self._call_hook_of(entry, "on_event", trainer, events[entry.num_events - 1])
 
-    def watch(self, trainer: Trainer, kind: str) -> Callable[[Sequence[BarStatus]], None] | None:
+    def notifier(self, trainer: Trainer, kind: str) -> Callable[[Sequence[BarStatus]], None] | None:
         """Return a function that passes progress to callbacks; None if no callback uses it."""
         unused = Callback.on_progress
         listeners = [
@@ -219,7 +219,7 @@ class CallbackList:
                 self._record_failure(entry, "next_pause", error)
         return min((e.pause_step for e in self._entries if e.pause_step is not None), default=None)
 
-    def pause(self, trainer: Trainer) -> None:
+    def notify_pause(self, trainer: Trainer) -> None:
         """Call `on_pause` of the callbacks that asked for this step."""
         for entry in list(self._entries):
             step = entry.pause_step
@@ -230,7 +230,7 @@ class CallbackList:
     # ---- errors
 
     def _record_failure(self, entry: _AttachedCallback, hook: str, error: Exception) -> None:
-        failure = _failure(entry, hook, error)
+        failure = _callback_error(entry, hook, error)
         self._failure = self._failure or failure
         if hook != "on_train_start" or self._failure is not failure:  # else it is raised next
             logger.error("%s", failure)
@@ -245,7 +245,7 @@ class CallbackList:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the callbacks' states, and of loaded states without a callback."""
-        states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, try_copy)
+        states: dict[str, Any] = map_leaves({**self._unclaimed, **self._detached}, try_copy)
         states |= {entry.key: _state_of(entry) for entry in self._entries}
         return {key: state for key, state in states.items() if state}
 
@@ -266,30 +266,30 @@ class CallbackList:
                     load_or_restore(entry.callback, _state_of(entry), state[key], path)
                 )
             yield
-        self._loaded = {key: own for key, own in state.items() if key not in claimed}
+        self._unclaimed = {key: own for key, own in state.items() if key not in claimed}
         self._detached = {}
 
-    def _load(self, entries: Sequence[_AttachedCallback]) -> None:
+    def _claim_states(self, entries: Sequence[_AttachedCallback]) -> None:
         """Load the pending states of these callbacks. If one fails, all of them stay pending."""
-        claiming = [entry for entry in entries if entry.key in self._loaded]
+        claiming = [entry for entry in entries if entry.key in self._unclaimed]
         for entry in claiming:
             try:
-                entry.callback.load_state_dict(map_leaves(self._loaded[entry.key], try_copy))
+                entry.callback.load_state_dict(map_leaves(self._unclaimed[entry.key], try_copy))
             except Exception as error:
-                raise _failure(entry, "load_state_dict", error) from error
+                raise _callback_error(entry, "load_state_dict", error) from error
         for entry in claiming:
-            del self._loaded[entry.key]
+            del self._unclaimed[entry.key]
 
 
 def _state_of(entry: _AttachedCallback) -> dict[str, Any]:
     try:
         state: dict[str, Any] = map_leaves(entry.callback.state_dict(), try_copy)
     except Exception as error:
-        raise _failure(entry, "state_dict", error) from error
+        raise _callback_error(entry, "state_dict", error) from error
     return state
 
 
-def _failure(entry: _AttachedCallback, hook: str, error: Exception) -> CallbackError:
+def _callback_error(entry: _AttachedCallback, hook: str, error: Exception) -> CallbackError:
     name = type(entry.callback).__name__
     text = str(error) if getattr(error, "filename", None) else repr(error)  # with the path
     # Hide passwords, because a service may repeat its URL.

@@ -86,7 +86,7 @@ class CheckpointCallback(Callback):
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
         self._new_store(folder or ".", job=job or "job")  # check the arguments early
         self._store: CheckpointStore | None = None
-        self._write: Future[None] | None = None
+        self._pending_write: Future[None] | None = None
         """The newest write, in a thread."""
         self._newest: str | None = None
         self._saved_at = 0
@@ -176,9 +176,9 @@ class CheckpointCallback(Callback):
 
     def _wait(self) -> None:
         """Wait until the write has ended, and raise its error, once."""
-        if self._write is not None:
-            wait([self._write])  # Ctrl-C ends only the wait, not the write
-            write, self._write = self._write, None
+        if self._pending_write is not None:
+            wait([self._pending_write])  # Ctrl-C ends only the wait, not the write
+            write, self._pending_write = self._pending_write, None
             write.result()
 
     def _save(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class CheckpointCallback(Callback):
                 raise
 
         executor = ThreadPoolExecutor(1)  # the interpreter waits for it at exit
-        self._write = executor.submit(write)
+        self._pending_write = executor.submit(write)
         executor.shutdown(wait=False)
         if self._blocking:
             self._wait()

@@ -25,11 +25,11 @@ _WIDTH = 50
 """Maximum width of a layer's type and arguments, in characters."""
 _ROW = f"{{:<20}}  {{:<{_WIDTH}}}  {{:>14}}  {{:>14}}  {{:>10}}"
 
-_running: list[Any] = []
+_profilers: list[Any] = []
 """The profiler that runs on this worker; PyTorch supports one at a time."""
 
 
-class _Measurement(Callback):
+class _MeasuringCallback(Callback):
     stage: ClassVar[int] = -1  # run before the loggers
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
@@ -46,7 +46,7 @@ class _Measurement(Callback):
     on_steps_end = on_epoch_end
 
 
-class DeviceStats(_Measurement):
+class DeviceStats(_MeasuringCallback):
     """Adds the resource use of the workers' processes to the metrics of training.
 
     ``memory_mib`` is the largest resident memory of a worker. ``cpu_percent`` is the mean CPU use
@@ -79,7 +79,7 @@ def _resource_use(operator: Any) -> dict[str, float]:
 _process = functools.cache(psutil.Process)  # `cpu_percent` needs the time of its last call
 
 
-class LearningRateLogger(_Measurement):
+class LearningRateLogger(_MeasuringCallback):
     """Adds the learning rates at the end of each call to the metrics of training.
 
     The name is ``lr``; with several optimizers ``lr-0``, ``lr-1``; and with several parameter
@@ -154,40 +154,40 @@ class TorchProfiler(Callback):
         self._num_steps = as_int("TorchProfiler", "num_steps", num_steps, 1)
         self._skip_steps = as_int("TorchProfiler", "skip_steps", skip_steps, 0)
         self._arguments = arguments
-        self._begin_at: int | None = None
-        self._end_at: int | None = None
+        self._first_step: int | None = None
+        self._end_step: int | None = None
         self.trace: Path | None = None
         """Path of the trace; None before the trace is written."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         if self.trace is None:
-            self._begin_at = trainer.global_step + self._skip_steps
+            self._first_step = trainer.global_step + self._skip_steps
             if self._skip_steps == 0:
                 self._begin(trainer)
 
     def next_pause(self, global_step: int) -> int | None:
-        due = self._begin_at if self._end_at is None else self._end_at
+        due = self._first_step if self._end_step is None else self._end_step
         # After the loss of all workers, the due step can be in the past.
         return None if due is None else max(due, global_step + 1)
 
     def on_pause(self, trainer: Trainer) -> None:
-        if self._end_at is None:
+        if self._end_step is None:
             self._begin(trainer)
         else:
             self._end(trainer)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        if self._end_at is not None:
+        if self._end_step is not None:
             self._end(trainer)
-        self._begin_at = None
+        self._first_step = None
 
     def _begin(self, trainer: Trainer) -> None:
-        trainer.apply_all_operators(functools.partial(_start, self._arguments))
-        self._end_at = trainer.global_step + self._num_steps
+        trainer.apply_all_operators(functools.partial(_start_profiler, self._arguments))
+        self._end_step = trainer.global_step + self._num_steps
 
     def _end(self, trainer: Trainer) -> None:
-        self._begin_at = self._end_at = None
-        if (packed := trainer.apply_all_operators(_stop)[0]) is None:
+        self._first_step = self._end_step = None
+        if (packed := trainer.apply_all_operators(_stop_profiler)[0]) is None:
             logger.warning("TorchProfiler wrote no trace, because worker 0 was lost.")
             return
         folder = logdir_of(trainer) / "profile"
@@ -196,20 +196,20 @@ class TorchProfiler(Callback):
         self.trace.write_bytes(packed)
 
 
-def _start(arguments: dict[str, Any], operator: Any) -> None:
+def _start_profiler(arguments: dict[str, Any], operator: Any) -> None:
     """Start the profiler. Runs on the worker, in the thread that trains."""
     if operator.world_rank == 0:
         from torch.profiler import profile
 
-        _running.append(profile(**arguments))
-        _running[0].start()
+        _profilers.append(profile(**arguments))
+        _profilers[0].start()
 
 
-def _stop(operator: Any) -> bytes | None:
+def _stop_profiler(operator: Any) -> bytes | None:
     """Stop the profiler, and return its trace. Runs on the worker."""
-    if not _running:
+    if not _profilers:
         return None
-    profiler = _running.pop()
+    profiler = _profilers.pop()
     profiler.stop()
     return gzip.compress(export_trace(profiler))
 

@@ -34,10 +34,10 @@ class EpochLines(Callback):
     losses first. The callback prints to standard error, and in a notebook to standard output.
     """
 
-    _measured = ""
+    _sample_note = ""
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        self._measured = _describe_samples(trainer, metrics)
+        self._sample_note = _describe_samples(trainer, metrics)
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         if trainer.num_epochs is None:
@@ -46,7 +46,7 @@ class EpochLines(Callback):
         width = shutil.get_terminal_size().columns if _in_terminal() else math.inf
         names = sorted(means, key=lambda name: "loss" not in name)
         shown = [f"{name} {means[name]:.4g}" for name in names]
-        shown[:1] = [f"{each}{self._measured}" for each in shown[:1]]
+        shown[:1] = [f"{each}{self._sample_note}" for each in shown[:1]]
         begin, end = _position_in_run(trainer, trainer.epoch), f"{call.seconds:.1f} s"
         while len(line := "  ".join([begin, *shown, end])) > width and shown:
             shown.pop()
@@ -70,10 +70,10 @@ class ProgressBar(Callback):
         self._kind = ""
         """``train`` or ``validate`` during a call."""
         self._bar: Any = None
-        self._next_line = 0.0
-        self._before: Sequence[PhaseTotals] = ()
+        self._next_line_at = 0.0
+        self._timings_before: Sequence[PhaseTotals] = ()
         """What the workers had measured when the call began."""
-        self._slow: Mapping[str, str] = {}
+        self._slow_phase: Mapping[str, str] = {}
         """The phase that takes longest, and its fraction, unless it is computing."""
         self._logs_above = contextlib.ExitStack()
 
@@ -92,9 +92,9 @@ class ProgressBar(Callback):
         if not (num_batches := math.ceil(fmean(each.num_batches for each in progress))):
             return
         if self._bar is None:
-            if time.monotonic() < self._next_line:
+            if time.monotonic() < self._next_line_at:
                 return
-            self._next_line = time.monotonic() + _LINE_EVERY_S
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
         metrics = [each.latest_metrics for each in progress]
         names = dict.fromkeys(name for each in metrics for name in each)
         latest = {n: fmean(each[n] for each in metrics if n in each) for n in names}
@@ -105,14 +105,14 @@ class ProgressBar(Callback):
         if total is not None:
             total += num_done - num_batches
         num_samples = sum(each.num_samples for each in progress) * num_done / num_batches
-        self._slow = self._find_slow_phase(progress) if kind == "train" else {}
+        self._slow_phase = self._find_slow_phase(progress) if kind == "train" else {}
         self._show(trainer, label, num_done, total, num_samples, latest)
 
     def _find_slow_phase(self, progress: Sequence[BarStatus]) -> Mapping[str, str]:
         timings = [each.timing for each in progress if each.timing is not None]
-        if len(timings) != len(self._before):
-            self._before = timings
-        changes, phases = list(zip(timings, self._before, strict=True)), range(len(PHASES))
+        if len(timings) != len(self._timings_before):
+            self._timings_before = timings
+        changes, phases = list(zip(timings, self._timings_before, strict=True)), range(len(PHASES))
         seconds = [sum(new.seconds[i] - old.seconds[i] for new, old in changes) for i in phases]
         longest = max(phases, key=lambda phase: seconds[phase])
         computing_s = sum(seconds[phase] for phase in (COPY, FORWARD, BACKWARD, OPTIMIZER))
@@ -137,9 +137,9 @@ class ProgressBar(Callback):
     def _begin(self, trainer: Trainer, kind: str, label: str) -> None:
         self._close()
         self._kind = kind
-        self._started, self._before, self._slow = time.perf_counter(), (), {}
+        self._started, self._timings_before, self._slow_phase = time.perf_counter(), (), {}
         self._first_step = trainer.global_step
-        self._next_line = time.monotonic() + _LINE_EVERY_S
+        self._next_line_at = time.monotonic() + _LINE_EVERY_S
         if is_interactive():
             from tqdm.auto import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
@@ -169,7 +169,7 @@ class ProgressBar(Callback):
         }
         if num_samples is not None:
             shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
-        shown |= self._slow
+        shown |= self._slow_phase
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
         shares = [event.shares for event in trainer.events if event.shares][-1:]
         if shares and len(set(shares[0])) > 1:

@@ -29,7 +29,7 @@ class ServiceLogger(LoggerCallback):
 
     run_id: str | None = None
     """ID of the run. None before the run starts."""
-    _own_id: str | None = None
+    _chosen_id: str | None = None
     """ID that the user chose."""
     _run: Any = None
     _failed = False
@@ -44,7 +44,7 @@ class ServiceLogger(LoggerCallback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         if not (trainer.epoch or trainer.global_step):  # forget the run of another trainer
-            self.run_id = self._own_id
+            self.run_id = self._chosen_id
 
     def _open_once(self, trainer: Trainer) -> Any:
         """Return the run. The first record opens it, because loading a state can set `run_id`."""
@@ -81,7 +81,7 @@ class ServiceLogger(LoggerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._run is None:
-            self.run_id = self._own_id or state.get("run_id")
+            self.run_id = self._chosen_id or state.get("run_id")
 
 
 class TensorBoardLogger(ServiceLogger):
@@ -164,7 +164,7 @@ class MLflowLogger(ServiceLogger):
     ) -> None:
         import_extra("MLflowLogger", "mlflow", "callbacks")
         self._tracking_uri = absolute_uri(tracking_uri)
-        self._new: dict[str, Any] = {
+        self._run_options: dict[str, Any] = {
             "experiment": experiment,
             "run_name": run_name,
             "tags": dict(tags or {}),
@@ -172,9 +172,9 @@ class MLflowLogger(ServiceLogger):
 
     def _open(self, trainer: Trainer) -> MLflowRun:
         is_new = self.run_id is None
-        facts = trainer.provenance.items()
-        tags = {name: str(value)[:_MAX_VALUE_LENGTH] for name, value in facts} | self._new["tags"]
-        run = MLflowRun(self._tracking_uri, run_id=self.run_id, **self._new | {"tags": tags})
+        tags = {name: str(value)[:_MAX_VALUE_LENGTH] for name, value in trainer.provenance.items()}
+        options = self._run_options | {"tags": tags | self._run_options["tags"]}
+        run = MLflowRun(self._tracking_uri, run_id=self.run_id, **options)
         self.run_id = run.id
         if is_new:
             run.log_config(trainer.config)
@@ -274,7 +274,7 @@ class WandbLogger(ServiceLogger):
     def __init__(self, project: str = "raysgd", **arguments: Any) -> None:
         import_extra("WandbLogger", "wandb", "callbacks")
         self._arguments = {"project": project, **arguments}
-        self.run_id = self._own_id = arguments.get("id")
+        self.run_id = self._chosen_id = arguments.get("id")
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"event": event.kind, "workers/num_workers": event.num_workers}

@@ -88,12 +88,12 @@ class OperatorTrainer(TrainerProperties):
         controller.record.on_event = weakref.WeakMethod(self._notify_callbacks)
         controller.start()
         # Whether steps have config[BATCH_SIZE] samples with any number of workers.
-        self._keeps_batch = True
+        self._keeps_batch_size = True
         if options.config.get(BATCH_SIZE) is not None:
             request = ApplyOperatorRequest(
                 function=lambda op: op._train_state.data.keeps_requested_size
             )
-            self._keeps_batch = dispatcher.run(request, rank=0, allows_any_size=True)[0]
+            self._keeps_batch_size = dispatcher.run(request, rank=0, allows_any_size=True)[0]
 
     def _notify_callbacks(self) -> None:
         self._callback_list.notify_events(self)

@@ -150,13 +150,13 @@ class Dispatcher:
         controller, seconds, is_paused = self.controller, 0.0, True
         try:
             while is_paused:
-                call.on_progress = self.callback_list.watch(trainer, "train")
+                call.on_progress = self.callback_list.notifier(trainer, "train")
                 call.log_points.on_log = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
                 results = [outcome.unpack() for outcome in controller.run(call)]
                 seconds, ended = seconds + time.perf_counter() - started, time.time()
                 is_paused = results[0] == PAUSED_FOR_CALLBACKS
-                self.callback_list.pause(trainer)
+                self.callback_list.notify_pause(trainer)
         finally:
             call.on_progress = call.log_points.on_log = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
@@ -244,7 +244,7 @@ class Dispatcher:
         if self._unfinished_validation_number is not None and not request.from_start:
             request = replace(request, call_number=self._unfinished_validation_number)
         self._unfinished_validation_number = request.call_number
-        on_progress = self.callback_list.watch(trainer, "validate")
+        on_progress = self.callback_list.notifier(trainer, "validate")
         start = 0 if request.from_start else self.position.validation_offset
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_progress=on_progress)

@@ -29,7 +29,7 @@ class TrainerProperties:
     _controller: Controller
     _dispatcher: Dispatcher
     _fit_loop: FitLoop
-    _keeps_batch: bool
+    _keeps_batch_size: bool
     _transfer: StateTransfer
 
     @property
@@ -40,7 +40,7 @@ class TrainerProperties:
         current number if workers read their own batches.
         """
         config = dict(self._options.config)
-        if not self._keeps_batch:
+        if not self._keeps_batch_size:
             config[BATCH_SIZE] -= config[BATCH_SIZE] % max(1, self.num_workers)
         return config
 

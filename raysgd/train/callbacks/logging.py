@@ -113,7 +113,7 @@ class MLflowLoggerCallback(_ServiceCallback):
         super().__init__(logdir, worker_to_log)
         import_extra("MLflowLoggerCallback", "mlflow", "callbacks")
         self._tracking_uri = absolute_uri(tracking_uri)
-        self._new: dict[str, Any] = {
+        self._run_options: dict[str, Any] = {
             "registry_uri": registry_uri,
             "experiment_id": experiment_id,
             "experiment": experiment_name or "raysgd",
@@ -127,10 +127,10 @@ class MLflowLoggerCallback(_ServiceCallback):
         uri = self._tracking_uri
         if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
             uri = str(self.logdir / "mlruns")
-        key = zlib.crc32(repr((uri, self._new)).encode())
+        key = zlib.crc32(repr((uri, self._run_options)).encode())
         path = self.logdir / f"mlflow_run_{key:08x}"
         earlier = path.read_text() if self._is_restored and path.exists() else None
-        self._run, self._step = MLflowRun(uri, run_id=earlier, **self._new), 0
+        self._run, self._step = MLflowRun(uri, run_id=earlier, **self._run_options), 0
         self.run_id = self._run.id
         if earlier is None:
             path.write_text(self.run_id)

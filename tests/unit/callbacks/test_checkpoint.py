@@ -301,7 +301,7 @@ def test_a_failed_validation_leaves_a_checkpoint_of_its_epoch(make_trainer, tmp_
 @pytest.mark.parametrize("where", ["on_validation_end", "on_result", "save"])
 def test_ctrl_c_skips_no_other_callback_and_no_write(make_trainer, tmp_path, monkeypatch, where):
     def interrupt(*given):
-        wait_until(lambda: where != "save" or saving._write)
+        wait_until(lambda: where != "save" or saving._pending_write)
         os.kill(os.getpid(), signal.SIGINT)
         return save(*given)
 

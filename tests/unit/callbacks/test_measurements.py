@@ -188,7 +188,7 @@ def test_a_run_that_ends_early_keeps_its_partial_trace(make_trainer, tmp_path):
     make_trainer(Recorder, callbacks=[profiler], logdir=tmp_path).fit(1)
     assert profiler.trace.name == "trace-step-00000005.json.gz"
     assert num_updates(profiler.trace) == 3
-    assert not module._running
+    assert not module._profilers
 
 
 def test_losing_the_profiled_worker_loses_only_the_trace(make_trainer, tmp_path, caplog):
@@ -200,7 +200,7 @@ def test_losing_the_profiled_worker_loses_only_the_trace(make_trainer, tmp_path,
             return 1 if global_step == 0 else None
 
         def on_pause(self, trainer):
-            module._running.pop().stop()
+            module._profilers.pop().stop()
 
     trainer.fit(2, callbacks=[Losing(), profiler])
     assert profiler.trace is None
