@@ -1,7 +1,9 @@
 """Runs calls on all workers of a group, through failures.
 
 `state_machine.py` decides what follows from an event. The controller executes the actions, and
-their result is the next event.
+their result is the next event. Workers only answer: `WorkerStarter` and `GroupFormer` call
+`create_runner`, `set_up`, and `rejoin` of a `Worker`, `Supervisor` sends each attempt at a call to
+`handle`, and `GroupRpc` sends other requests, and control messages such as `interrupt`.
 """
 
 from __future__ import annotations
@@ -88,15 +90,11 @@ class Controller:
         self._rpc = rpc = GroupRpc(group, record, self._check_open, timeout_s)
         self._preemption = preemption = PreemptionMonitor(group, record, supports_live_join)
         self._starter = starter = WorkerStarter(
-            group, elastic, record, policy, preemption, arguments, timeout_s
+            record, elastic, policy, preemption, arguments, timeout_s
         )
-        shares = ShareBalancer(group, elastic, record)
-        self._former = GroupFormer(
-            group, record, policy, elastic, rpc, starter, snapshots, shares, backend, on_start
-        )
-        self._supervisor = Supervisor(
-            group, record, rpc, starter, preemption, snapshots, shares, speed
-        )
+        shares = ShareBalancer(group, record, elastic)
+        self._former = GroupFormer(rpc, starter, snapshots, shares, backend, on_start)
+        self._supervisor = Supervisor(rpc, starter, snapshots, shares, speed)
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
 

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from raysgd._internal.progress import Progress
-from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
@@ -17,9 +16,8 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import policies, state_machine
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.group_record import GroupRecord, list_ranks
+from raysgd.elastic.group_record import list_ranks
 from raysgd.elastic.group_rpc import ANSWER_S, FAST_POLL_S, POLL_S, Attempt, GroupRpc
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
@@ -41,10 +39,6 @@ _START_INTERVAL_S = 0.01
 class GroupFormer:
     """Moves workers into new generations."""
 
-    _group: ActorGroup
-    _record: GroupRecord
-    _policy: policies.Policy
-    _config: ElasticConfig
     _rpc: GroupRpc
     _starter: WorkerStarter
     _snapshots: SnapshotKeeper
@@ -52,6 +46,10 @@ class GroupFormer:
     _backend: CollectiveBackend | None
     _on_start: Callable[[], None]
     """Called after all workers have started, before they load a snapshot."""
+
+    def __post_init__(self) -> None:
+        self._group, self._record = self._rpc.group, self._rpc.record
+        self._policy, self._config = self._starter.policy, self._starter.config
 
     # ---- rejoins
 
@@ -208,8 +206,8 @@ class GroupFormer:
         step, results = progress.position.global_step, self._record.call.leaving_results
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._starter.forget_joined(members)
-        if not (self._policy.survivors_stay and self._config.grow):
-            self._starter.discard()  # late workers could never join
+        if not self._starter.may_join_later:
+            self._starter.discard()
         return True
 
     def _start_phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:

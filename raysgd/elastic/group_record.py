@@ -53,7 +53,7 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
 class GroupRecord:
     """What trainers and components read of a group. Its `GroupState` decides what follows."""
 
-    _group: ActorGroup
+    group: ActorGroup
     _survivors_stay: bool
     ranks: dict[WorkerHandle, int] = field(default_factory=dict)
     """Ranks of the members of the newest generation, including lost ones."""
@@ -97,7 +97,7 @@ class GroupRecord:
         if kind in ("resumed", "restarted"):
             cause = cause or self.interruption
         self.interruption = ""
-        num_workers, max_workers = len(self._group.members), self._group.options.num_workers
+        num_workers, max_workers = len(self.group.members), self.group.options.num_workers
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._survivors_stay else 0
         event = Event(

@@ -23,8 +23,8 @@ _WRONG_FOR_S = 3.0
 class ShareBalancer:
     """Chooses the share of each member: equal, set by node, or proportional to measured speed."""
 
-    def __init__(self, group: ActorGroup, config: ElasticConfig, record: GroupRecord) -> None:
-        self._group, self._config, self._record = group, config, record
+    def __init__(self, group: ActorGroup, record: GroupRecord, config: ElasticConfig) -> None:
+        self._group, self._record, self._config = group, record, config
         self._speeds: dict[WorkerHandle, float] = {}
         """Newest speeds, in samples per second."""
         self._members: list[WorkerHandle] = []

@@ -1,6 +1,7 @@
 """The states of a group of workers, and the driver's actions for each event.
 
-The controller executes the actions in order. The last one may return the next event.
+The controller executes the actions in order. The last one may return the next event. Workers send
+no events: the driver derives them from the outcomes of attempts, and from losses of workers.
 `docs/architecture.md` lists the transitions. After the loss of a worker, for example::
 
     WorkersLost → RemoveLost, CHECK_GROUP → GroupChecked → REJOIN → GroupFormed

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.progress import HeldState, ProcessStatus, Progress, ReportedPosition
-from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
@@ -19,10 +18,9 @@ from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.group_record import GroupRecord, list_ranks
+from raysgd.elastic.group_record import list_ranks
 from raysgd.elastic.group_rpc import FAST_POLL_S, POLL_S, Attempt, GroupRpc, results_of
 from raysgd.elastic.policies import choose_pause_step, newest_progress
-from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed import SpeedMonitor
@@ -123,16 +121,15 @@ class CallExecution:
 class Supervisor:
     """Runs attempts at the running call."""
 
-    _group: ActorGroup
-    _record: GroupRecord
     _rpc: GroupRpc
     _starter: WorkerStarter
-    _preemption: PreemptionMonitor
     _snapshots: SnapshotKeeper
     _share_balancer: ShareBalancer
     _speed: SpeedMonitor
 
     def __post_init__(self) -> None:
+        self._group, self._record = self._rpc.group, self._rpc.record
+        self._preemption = self._starter.preemption
         self.set_call(self._record.call)
 
     def set_call(self, call: Call) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd._internal.context import WorkerContext
-from raysgd.cluster.actor_group import ActorGroup, AnySlot
+from raysgd.cluster.actor_group import AnySlot
 from raysgd.cluster.group_options import PROCESS_START_S, START_ADVICE
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_failure
@@ -122,9 +122,8 @@ class PendingWorker:
 class WorkerStarter:
     """Starts a worker for each vacant rank."""
 
-    group: ActorGroup
-    config: ElasticConfig
     record: GroupRecord
+    config: ElasticConfig
     policy: Policy
     preemption: PreemptionMonitor
     runner_arguments: Sequence[Any]
@@ -135,6 +134,7 @@ class WorkerStarter:
     """Error of the newest worker, if another worker would fail in the same way."""
 
     def __post_init__(self) -> None:
+        self.group = self.record.group
         self._pending: list[PendingWorker] = []
         self._lost_slots: set[AnySlot | None] = set()
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""
@@ -152,6 +152,11 @@ class WorkerStarter:
         sets up alone.
         """
         return not self.policy.survivors_stay or self.record.generation == 0
+
+    @property
+    def may_join_later(self) -> bool:
+        """Whether late workers can join after a start."""
+        return self.policy.survivors_stay and self.config.grow
 
     def advance_if_allowed(self) -> None:
         """Advance the pending workers. Start missing ones if the group may grow."""
@@ -325,9 +330,8 @@ class WorkerStarter:
             return 0.0
         if not all(handle.is_remote for handle in late.values()):
             return math.inf
-        may_join_later = self.policy.survivors_stay and self.config.grow
         replace_lost = self._lost_slots.issuperset(late)
-        has_short_grace = may_join_later and (replace_lost or not self.record.is_first_start)
+        has_short_grace = self.may_join_later and (replace_lost or not self.record.is_first_start)
         return _SHORT_GRACE_S if has_short_grace else _GRACE_S
 
     def record_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:

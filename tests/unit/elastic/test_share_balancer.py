@@ -37,7 +37,7 @@ class FakeRecord:
 
 def make(num_workers=2, **config):
     group, record = FakeGroup(num_workers), FakeRecord()
-    shares = ShareBalancer(group, ElasticConfig(**config), record)
+    shares = ShareBalancer(group, record, ElasticConfig(**config))
     shares.choose_for(group.members)
     return group, record, shares
 
