@@ -131,8 +131,8 @@ class BackendExecutor:
         self._elastic = replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
         self._workers: WorkerGroup | None = None
-        self.checkpoints = self._earlier = RunCheckpoints()
-        """The checkpoints of the newest run. `_earlier` are those of the newest run with one."""
+        self.checkpoints = self._earlier_checkpoints = RunCheckpoints()
+        """Those of the newest run. `_earlier_checkpoints` are those of the newest run with one."""
         self._run: _Run | None = None
         self._finalizer: Any = None
 
@@ -258,7 +258,7 @@ class BackendExecutor:
         spec = replace(self._make_spec(train_func, run_dir, metadata), name=name)
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
-        self._earlier, self.checkpoints = self._saved, checkpoints
+        self._earlier_checkpoints, self.checkpoints = self._last_saved, checkpoints
         call = Call(method="run", max_failures=self._max_failures)
         self._run = run = _Run(controller, spec, checkpoints, datasets, call)
         with self.abort_on_error():
@@ -355,18 +355,19 @@ class BackendExecutor:
     # ---- checkpoints
 
     @property
-    def _saved(self) -> RunCheckpoints:
-        return self.checkpoints if self.checkpoints.has_saved else self._earlier
+    def _last_saved(self) -> RunCheckpoints:
+        return self.checkpoints if self.checkpoints.has_saved else self._earlier_checkpoints
 
     latest_checkpoint = forward_to(
-        "_saved.latest", "The newest checkpoint of the newest run that saved one, or None."
+        "_last_saved.latest",
+        "The newest checkpoint of the newest run that saved one, or None.",
     )
     latest_checkpoint_path = forward_to(
-        "_saved.latest_path",
+        "_last_saved.latest_path",
         "Path of the newest checkpoint on disk of the newest run, or None.",
     )
     best_checkpoint_path = forward_to(
-        "_saved.best_path",
+        "_last_saved.best_path",
         "Path of the best checkpoint on disk of the newest run, or None.",
     )
 

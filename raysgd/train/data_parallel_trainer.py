@@ -28,7 +28,7 @@ from raysgd.train.result import REPORTS, Result, append_report, read_reports
 
 logger = logging.getLogger(__name__)
 
-_TRAINER = "trainer.pkl"
+_TRAINER_FILE = "trainer.pkl"
 
 
 @fold_tracebacks
@@ -69,7 +69,7 @@ class DataParallelTrainer:
     resume_from_checkpoint: Any = None
     _dataset_config: ClassVar[Mapping[str, Any]] = {}
     """Defaults for ``dataset_config`` in a subclass."""
-    _folder: Path | None = dataclasses.field(default=None, init=False)
+    _restored_folder: Path | None = dataclasses.field(default=None, init=False)
     """Folder of the run to continue; None for a new run."""
 
     def __post_init__(self) -> None:
@@ -100,8 +100,8 @@ class DataParallelTrainer:
         report and save in step. After an error, `restore` continues from the newest checkpoint.
         """
         self.setup()
-        folder = self._folder or self._new_folder()
-        self._folder = None  # the next fit() is a new run, unless restored
+        folder = self._restored_folder or self._new_folder()
+        self._restored_folder = None  # the next fit() is a new run, unless restored
         log = folder / REPORTS
         last = next(reversed(read_reports(log)), None)  # of a run that is restored
         executor, datasets = self.create_executor(), Datasets(self.datasets, self._is_split)
@@ -190,7 +190,7 @@ class DataParallelTrainer:
         folder = run_folder(type(self).__name__, config.name, config.storage_path)
         packed = self._pickle()  # pack before creating the folder, because packing may fail
         folder = make_folder(folder)
-        write_pickle(packed, folder / _TRAINER, Manifest())
+        write_pickle(packed, folder / _TRAINER_FILE, Manifest())
         return folder
 
     def _pickle(self) -> bytes:
@@ -217,7 +217,7 @@ class DataParallelTrainer:
     @classmethod
     def can_restore(cls, path: str | os.PathLike[str]) -> bool:
         """Return whether a folder holds a run of ``fit()``."""
-        return (Path(path).expanduser() / _TRAINER).is_file()
+        return (Path(path).expanduser() / _TRAINER_FILE).is_file()
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], *loop: Any, **changed: Any) -> Self:
@@ -235,16 +235,16 @@ class DataParallelTrainer:
         if not cls.can_restore(folder):
             raise ValueError(
                 f"{cls.__name__}.restore({os.fspath(path)!r}): this folder contains no "
-                f"{_TRAINER}. Pass the folder of a run, which is Result.path."
+                f"{_TRAINER_FILE}. Pass the folder of a run, which is Result.path."
             )
-        trainer: Self = pickle.loads(read_pickle(folder / _TRAINER)[0])
+        trainer: Self = pickle.loads(read_pickle(folder / _TRAINER_FILE)[0])
         names = ("train_loop_per_worker", "train_loop_config")[: len(loop)]
         changed |= zip(names, loop, strict=True)
         for name in changed:
             if name.startswith("_") or name not in trainer.__dict__:
                 raise unknown_argument(f"{cls.__name__}.restore", name, trainer.__dict__)
         trainer.__dict__.update(changed)
-        trainer._folder = folder
+        trainer._restored_folder = folder
         trainer.__post_init__()
         return trainer
 

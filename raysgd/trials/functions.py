@@ -53,9 +53,9 @@ class FunctionTrainable(Trainable):
     def step(self) -> dict[str, Any]:
         """Wait for the next reports, and return the report of worker 0."""
         if self._reports is None:
-            loaded, state = self._executor.checkpoints, self._executor.latest_checkpoint
+            checkpoints, state = self._executor.checkpoints, self._executor.latest_checkpoint
             start: dict[str, Any] = {} if state is None else {"checkpoint": state}
-            start |= {"iteration": loaded.iteration, "name": self.trial_name or ""}
+            start |= {"iteration": checkpoints.iteration, "name": self.trial_name or ""}
             self._reports = self._trainer.reports(self._executor, Path(self.logdir or ""), **start)
         number = self._executor.latest_checkpoint_id
         results = next(self._reports, None)
@@ -70,18 +70,18 @@ class FunctionTrainable(Trainable):
         return {**self._last_report, **saved}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        newest, path = self._executor.checkpoints, Path(checkpoint_dir, CHECKPOINT)
-        blob = newest.blob or cloudpickle.dumps(None)
-        write_pickle(blob, path, Manifest(global_step=newest.iteration))
+        checkpoints, path = self._executor.checkpoints, Path(checkpoint_dir, CHECKPOINT)
+        blob = checkpoints.blob or cloudpickle.dumps(None)
+        write_pickle(blob, path, Manifest(global_step=checkpoints.iteration))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Make the next step start the function from the output of `save_checkpoint`."""
         if self._reports is not None:  # the trial takes over the state of another
             self.cleanup()
             self._start_workers()
-        loaded = self._executor.checkpoints
-        loaded.blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
-        loaded.iteration = 0 if manifest is None else manifest.global_step
+        checkpoints = self._executor.checkpoints
+        checkpoints.blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
+        checkpoints.iteration = 0 if manifest is None else manifest.global_step
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()

@@ -31,7 +31,7 @@ def test_a_result_has_the_last_report_also_of_an_earlier_life(path, monkeypatch,
     monkeypatch.setattr(DataParallelTrainer, "create_executor", lambda trainer: executor)
     path.write_text('{"n": 1}\n')
     trainer = DataParallelTrainer(print)
-    trainer._folder = path.parent
+    trainer._restored_folder = path.parent
     assert trainer.fit().metrics == last
 
 
