@@ -20,7 +20,7 @@ from raysgd.cluster.worker_handle import WorkerHandle
 
 __all__ = ["SpeedReport", "WorkerSpeed"]
 
-_FACTOR = 1.5
+_SLOW_BY = 1.5
 """Factor by which a worker must be slower than the others."""
 _MIN_STEP_S = 0.002
 """Seconds per step below which no advice helps."""
@@ -154,7 +154,7 @@ def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Bottleneck | 
     others = [each for each in workers if each is not slowest]
     extra_s = slowest.busy_s - statistics.median(each.busy_s for each in others)
     least_s = max(_STRAGGLER_FRACTION * slowest.step_s, _MIN_STEP_S)
-    if extra_s < least_s or slowest.busy_s < _FACTOR * (slowest.busy_s - extra_s):
+    if extra_s < least_s or slowest.busy_s < _SLOW_BY * (slowest.busy_s - extra_s):
         return None
     slow = {**slowest.seconds, "computing": slowest.computing_s}
     usual = {name: statistics.median(each.seconds[name] for each in others) for name in PHASES}
@@ -162,7 +162,7 @@ def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Bottleneck | 
     extra = {name: slow[name] - usual[name] for name in _ADVICE_FOR_ONE}
     phase = max(extra, key=lambda name: extra[name])
     # A busy processor slows down everything, also a loader in the same process.
-    if slow["computing"] > _FACTOR * usual["computing"] and extra["computing"] > 0.25 * extra_s:
+    if slow["computing"] > _SLOW_BY * usual["computing"] and extra["computing"] > 0.25 * extra_s:
         phase = "computing"
     is_known = 20 * usual[phase] > slow[phase]
     times = f"{slow[phase] / usual[phase]:.1f} times" if is_known else "much"
@@ -217,14 +217,14 @@ class SpeedMonitor:
     """
 
     group: ActorGroup
-    _timing: dict[WorkerHandle, PhaseTotals] = field(default_factory=dict)
+    _totals: dict[WorkerHandle, PhaseTotals] = field(default_factory=dict)
     _newest: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)
-    _began: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # of the group, by rank
-    _window: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # its begin, by rank
+    _group_start: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # by rank
+    _window_start: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # by rank
     _num_windows: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
     """Numbers of windows by their phase and rank, or None for a window that is not slow."""
     _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
-    _laps: dict[str, dict[WorkerHandle, PhaseTimes]] = field(default_factory=dict)
+    _lap_starts: dict[str, dict[WorkerHandle, PhaseTimes]] = field(default_factory=dict)
     _step: int = 0  # the newest that workers have reported
     _saved_s: float = 0.0
     _is_saving: bool = False
@@ -249,18 +249,18 @@ class SpeedMonitor:
         self._step = max(each.position.global_step for each in progress.values())
         for member, each in measured.items():
             self._links |= {(member.location.node_ip, ip): rate for ip, rate in each.links.items()}
-        if members != list(self._began):
+        if members != list(self._group_start):
             self._links.clear()
             new = self._times_of(PhaseTotals())
-            self._began = self._window = {m: self._newest.get(m, new) for m in members}
+            self._group_start = self._window_start = {m: self._newest.get(m, new) for m in members}
             self._num_windows.clear()
-        self._timing = timings
+        self._totals = timings
         self._newest = {member: self._times_of(each) for member, each in timings.items()}
-        rows = self._times_since(self._window)
+        rows = self._times_since(self._window_start)
         if _seconds(rows) >= _WINDOW_S and rows[:, _STEPS].all():
             found = find_bottleneck(self._speeds(rows), 0, self._links)
             self._num_windows[None if found is None else found[:2]] += 1
-            self._window = self._newest
+            self._window_start = self._newest
 
     def _times_of(self, totals: PhaseTotals) -> PhaseTimes:
         row = np.array([*totals.seconds, totals.num_steps, totals.num_samples])
@@ -278,15 +278,15 @@ class SpeedMonitor:
                 num_steps=int(row[_STEPS]),
                 samples_per_s=float(row[_SAMPLES] / (row[:_STEPS].sum() or 1.0)),
                 seconds=dict(zip(PHASES, (row / max(1, row[_STEPS])).tolist(), strict=False)),
-                loader_workers=self._timing[member].loader_workers,
+                loader_workers=self._totals[member].loader_workers,
             )
-            for rank, (member, row) in enumerate(zip(self._began, rows, strict=True))
+            for rank, (member, row) in enumerate(zip(self._group_start, rows, strict=True))
         ]
 
     # ---- results
 
     def report(self) -> SpeedReport:
-        rows = self._times_since(self._began)
+        rows = self._times_since(self._group_start)
         workers = self._speeds(rows)
         if not any(worker.num_steps for worker in workers):
             return SpeedReport()
@@ -312,7 +312,7 @@ class SpeedMonitor:
         newest = self._newest
         if timing is not None:
             newest = {member: self._times_of(each) for member, each in timing.items()}
-        before, self._laps[kind] = self._laps.get(kind, {}), newest
+        before, self._lap_starts[kind] = self._lap_starts.get(kind, {}), newest
         new = np.zeros(len(PHASES) + 2)
         rows = np.array([_difference(now, before.get(m, new)) for m, now in newest.items()])
         if not (rows.size and rows[:, _STEPS].all()):
