@@ -397,12 +397,10 @@ def _without_frames(error: BaseException) -> BaseException:
 
 def _pack_error(error: BaseException) -> PackedValue:
     """Pack an exception, or a RemoteError with its text if it cannot be pickled."""
-    try:
+    with contextlib.suppress(Exception):
         packed = pack(error)
         if isinstance(packed.unpack(), BaseException):
             return packed
-    except Exception:
-        pass
     return pack(_as_remote_error(error))
 
 

@@ -117,15 +117,12 @@ class Controller:
     def _release(self, force: bool) -> None:
         if os.getpid() != self._pid:  # the workers belong to the parent process
             return
-        try:
+        with contextlib.ExitStack() as releasing:  # all of it, also after an error
+            if self._backend is not None:
+                releasing.callback(self._backend.close)
+            releasing.callback(self._group.shutdown, force)
             self.snapshots.replace_with()
             self._starter.discard()
-        finally:
-            try:
-                self._group.shutdown(force)
-            finally:
-                if self._backend is not None:
-                    self._backend.close()
 
     @contextlib.contextmanager
     def _aborting_on_error(self) -> Iterator[None]:
