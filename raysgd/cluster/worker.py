@@ -196,14 +196,14 @@ class Worker:
 
         Send a large answer to `inbox`, if it is given.
         """
-
-        def handle() -> Any:
+        try:
             if not isinstance(request, Address):
-                return self._live_runner.handle(_unpack(request))
+                return self._success(self._live_runner.handle(_unpack(request)), inbox)
             with contextlib.closing(IncomingValue(request)) as large:
-                return self._live_runner.handle(replace(large.value, incoming=large))
-
-        return self._outcome_of(handle, inbox)
+                complete = replace(large.value, incoming=large)
+                return self._success(self._live_runner.handle(complete))
+        except BaseException as error:
+            return self._failure(error)
 
     def interrupt(self, generation: int | None = None) -> None:
         """Make the current call fail, at its next step or in its collective.
@@ -298,13 +298,13 @@ class Worker:
             )
         return runner
 
-    def _outcome_of(self, function: Callable[[], Any], inbox: Address | None = None) -> Outcome:
+    def _outcome_of(self, function: Callable[[], Any]) -> Outcome:
         try:
-            return self._success(function(), inbox)
+            return self._success(function())
         except BaseException as error:
             return self._failure(error)
 
-    def _success(self, value: Any, inbox: Address | None) -> Outcome:
+    def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
         payload = value
         if inbox is not None and isinstance(value, FileContent):
             try:
