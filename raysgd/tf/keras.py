@@ -49,7 +49,7 @@ def _trainables(model: Any) -> list[Any]:
 
 def to_portable(model: Any) -> dict[str, Any]:
     """Return the architecture and the weights of a model."""
-    objects = _own_objects(model)  # sets the names in the architecture
+    objects = _user_objects(model)  # sets the names in the architecture
     try:
         architecture = keras.saving.serialize_keras_object(model)
     except (NotImplementedError, TypeError, ValueError) as error:
@@ -66,7 +66,7 @@ def to_portable(model: Any) -> dict[str, Any]:
     }
 
 
-def _own_objects(model: Any) -> dict[str, Any]:
+def _user_objects(model: Any) -> dict[str, Any]:
     """Return the user's classes and functions in a model, by unique names for the architecture.
 
     The decorators that register classes do not run on workers, so the driver needs the objects.
@@ -80,8 +80,8 @@ def _own_objects(model: Any) -> dict[str, Any]:
         kind = item if isinstance(item, type | FunctionType) else type(item)
         # Keras wraps methods of layers in functions that keep the names of the methods.
         module = getattr(kind, "__globals__", {"__name__": str(kind.__module__)})["__name__"]
-        is_own = module.split(".")[0] not in ("builtins", "keras", "numpy", "tensorflow")
-        if is_own and (hasattr(kind, "get_config") or isinstance(item, FunctionType)):
+        is_of_user = module.split(".")[0] not in ("builtins", "keras", "numpy", "tensorflow")
+        if is_of_user and (hasattr(kind, "get_config") or isinstance(item, FunctionType)):
             name = keras.saving.get_registered_name(kind)
             if name == "<lambda>" or objects.get(name, kind) is not kind:
                 kind.__name__ = name = f"{name.strip('<>')}_{id(kind)}"

@@ -63,7 +63,7 @@ class BatchLosses:
         Raises:
             ValueError: If a stateful layer keeps states of another number of rows.
         """
-        for metric in own_metrics(self._model):
+        for metric in inner_metrics(self._model):
             metric.reset_state()
         features, target, weights = unpacked = keras.utils.unpack_x_y_sample_weight(batch)
         for layer in self._stateful_layers:
@@ -102,7 +102,7 @@ class BatchLosses:
         values: dict[str, Any] = {each.name: float(each.result()) for each in of_outputs}
         for each in of_outputs:
             each.reset_state()
-        values |= {each.name: to_mergeable(each, ((), {})) for each in own_metrics(self._model)}
+        values |= {each.name: to_mergeable(each, ((), {})) for each in inner_metrics(self._model)}
         values |= self._metrics.measure(target, output, weights)
         named = {f"{prefix}_{name}": value for name, value in values.items()}
         loss = tf.reduce_mean(loss)
@@ -203,15 +203,15 @@ class BatchMetrics:
     ) -> None:
         updated = partial(update, *arguments, **named)
         owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
-        is_own = not owner.__module__.startswith("keras.")
-        if is_own and name not in self._checked and _prove_sum(metric, updated):
+        is_of_user = not owner.__module__.startswith("keras.")
+        if is_of_user and name not in self._checked and _prove_sum(metric, updated):
             self._checked.add(name)
         _reset(metric)
         updated()
         values[name] = to_mergeable(metric, (arguments, named))
 
 
-def own_metrics(model: Any) -> list[Any]:
+def inner_metrics(model: Any) -> list[Any]:
     """Return the metrics that the model and its layers update themselves."""
     inner = [each for each in flat_layers(model) if not isinstance(each, keras.Model)]
     # The public list of a layer has those of inner layers, and that of a model those of `compile`.

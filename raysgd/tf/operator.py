@@ -95,7 +95,7 @@ class TrainingOperator(OperatorBase):
                 models or optimizers.
         """
         self._check_single()
-        self._check_own_steps("train_batch")
+        self._check_overridden_steps("train_batch")
         self._check_criterion()
         unpacked = self._train_state.losses.unpack(batch, training=True)
         loss, output, masks = self.minimize(self._forward, *unpacked, True)
@@ -110,7 +110,7 @@ class TrainingOperator(OperatorBase):
         Returns:
             ``val_loss``, ``num_samples``, and ``val_<name>`` for each registered metric.
         """
-        self._check_own_steps("validate_batch")
+        self._check_overridden_steps("validate_batch")
         self._check_criterion()
         if not batch_info.get("batch_idx"):
             self._train_state.accept_changes()
@@ -129,7 +129,7 @@ class TrainingOperator(OperatorBase):
 
         from raysgd.tf.losses import count_samples
 
-        self._check_own_steps("predict_batch")
+        self._check_overridden_steps("predict_batch")
         unpacked = self._train_state.losses.unpack(batch, training=False)
         output = keras.tree.lists_to_tuples(self.run(self._predict, unpacked[0]))
         check_rows(output, count_samples(unpacked))
@@ -175,9 +175,9 @@ class TrainingOperator(OperatorBase):
         train_state = self._train_state
         registered = register(train_state, models, optimizers, criterion, metrics, class_weight)
         if _is_default(self, "train_epoch", "train_batch"):
-            self._check_own_steps("train_batch")
+            self._check_overridden_steps("train_batch")
         if _is_default(self, "validate", "validate_batch"):
-            self._check_own_steps("validate_batch")
+            self._check_overridden_steps("validate_batch")
         return registered
 
     @suggest_arguments
@@ -267,12 +267,12 @@ class TrainingOperator(OperatorBase):
             )
         return registered[0]
 
-    def _check_own_steps(self, method: str) -> None:
+    def _check_overridden_steps(self, method: str) -> None:
         """Raise an error if a model overrides a step that the default `method` does not call."""
         from raysgd.tf.keras import overrides
 
         for model in self._train_state.models:
-            for name in _STEPS[method]:
+            for name in _REPLACED_STEPS[method]:
                 if overrides(model, name):
                     raise NotImplementedError(
                         f"{type(model).__name__} overrides {name}(), but the default {method} of "
@@ -299,7 +299,7 @@ class TrainingOperator(OperatorBase):
         return self._only_registered("model")(features, training=False)
 
 
-_STEPS = {
+_REPLACED_STEPS = {
     "train_batch": ("train_step", "compute_metrics"),
     "validate_batch": ("test_step", "compute_metrics"),
     "predict_batch": ("predict_step",),

@@ -28,7 +28,7 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
 
-_KEYS = {
+_LIMIT_KEYS = {
     "fit_config": ("epochs", "steps_per_epoch", "class_weight", "verbose"),
     "evaluate_config": ("steps", "verbose"),
 }
@@ -110,7 +110,7 @@ class TFTrainer(OperatorTrainer):
         check_tensorflow("TFTrainer")
         load_triton_first()
         check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
-        operator_cls = _operator(training_operator_cls, model_creator, data_creator)
+        operator_cls = _resolve_operator(training_operator_cls, model_creator, data_creator)
         has_creators = issubclass(operator_cls, KerasCreators)
         options = TFOptions.from_arguments(
             locals(),
@@ -205,7 +205,7 @@ class TFTrainer(OperatorTrainer):
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         arguments = super()._trial_arguments(arguments)
         creators = (arguments.get("model_creator"), arguments.get("data_creator"))
-        _operator(arguments.get("training_operator_cls"), *creators)
+        _resolve_operator(arguments.get("training_operator_cls"), *creators)
         if "num_replicas" in arguments:
             arguments["num_workers"] = arguments.pop("num_replicas")
         return arguments
@@ -238,7 +238,7 @@ def number_of_workers(num_workers: int | None, num_replicas: int | None) -> int:
 def fit_limits(config: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the numbers of epochs and steps in ``fit_config`` and ``evaluate_config``."""
     limits: dict[str, int | None] = {}
-    for name, known in _KEYS.items():
+    for name, known in _LIMIT_KEYS.items():
         settings = as_dict("config", name, config.get(name))
         if unknown := [key for key in settings if key not in known]:
             raise ValueError(
@@ -264,7 +264,7 @@ def use_old_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> Any:
+def _resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> Any:
     if operator_cls is None and model_creator is not None:
         creators = {"model_creator": model_creator, "data_creator": data_creator}
         bases = (KerasCreators, TrainingOperator)

@@ -205,12 +205,12 @@ def prepare_data_loader(
         world_size=context.get_world_size(),
         rank=context.get_world_rank(),
         device=get_device() if move_to_device else None,
-        ahead=auto_transfer,
+        prefetch=auto_transfer,
         seed=seed,
         partitions=add_dist_sampler,
         full_world_size=context.spec.full_world_size,
         shares=context.worker.shares,
-        weigh=functools.partial(setattr, accelerator, "loss_weight"),
+        set_weight=functools.partial(setattr, accelerator, "loss_weight"),
         num_collectives=num_collectives,
     )
 

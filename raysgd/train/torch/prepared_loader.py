@@ -44,7 +44,7 @@ class PreparedLoader(DataLoader[Any]):
     All other attributes, such as ``dataset`` and ``sampler``, come from the wrapped loader.
     `partitions` is the argument ``add_dist_sampler`` of `prepare_data_loader`. `full_world_size` is
     the number of workers of the full group, which sets the global batch size. None scales the batch
-    with the group. `weigh` receives the loss weight of each batch. `num_collectives` returns the
+    with the group. `set_weight` gets the loss weight of each batch. `num_collectives` returns the
     number of collectives so far; None if unknown.
     """
 
@@ -57,29 +57,29 @@ class PreparedLoader(DataLoader[Any]):
         world_size: int,
         rank: int,
         device: torch.device | None,
-        ahead: bool,
+        prefetch: bool,
         seed: int,
         partitions: _Partitions = True,
         full_world_size: int | None = None,
         shares: tuple[float, ...] | None = None,
-        weigh: Callable[[float], None] = _ignore,
+        set_weight: Callable[[float], None] = _ignore,
         num_collectives: Callable[[], int | None] = lambda: None,
     ) -> None:
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
         loader, full_world_size = without_states(loader), full_world_size or world_size
         self._passes = _Passes()
-        self._device, self._weigh, self._world_size = device, weigh, world_size
-        self._ahead = ahead and device is not None and device.type == "cuda"
+        self._device, self._set_weight, self._world_size = device, set_weight, world_size
+        self._prefetches = prefetch and device is not None and device.type == "cuda"
         self._pass_position: tuple[int, int, int | None] | None = None
         """Epoch and offset of the newest pass until its end, and the collectives before it."""
         self._is_partitioned = _can_partition(loader, partitions, full_world_size)
         if self._is_partitioned:
-            loader = clone(loader, pin_memory=loader.pin_memory or self._ahead)
+            loader = clone(loader, pin_memory=loader.pin_memory or self._prefetches)
         self.__dict__.update(loader.__dict__)
         self._loader = loader
         if not self._is_partitioned:
-            self._weigh = _ignore  # only the user knows which samples a worker has
+            self._set_weight = _ignore  # only the user knows which samples a worker has
             self._source: Any = BatchSource(loader, has_length=False)
             sampler: Any = loader.sampler
             if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
@@ -116,7 +116,7 @@ class PreparedLoader(DataLoader[Any]):
             batches: Iterator[Any] = self._source.batches(epoch, offset)
         else:  # `BatchSource` would keep the iterator of a loop that the user leaves
             batches = itertools.islice(iterate_once(self._loader), offset, None)
-        if (device := self._device) is not None and self._ahead:
+        if (device := self._device) is not None and self._prefetches:
             batches = _prefetch(batches, device)
         elif device is not None:
             batches = (move_to_device(batch, device) for batch in batches)
@@ -124,16 +124,16 @@ class PreparedLoader(DataLoader[Any]):
 
     def _track_position(self, batches: Iterator[Any], epoch: int, offset: int) -> Iterator[Any]:
         """Yield the batches of a pass. Set its position, and the weight of each batch."""
-        begun, source = self._passes.num_collectives(), self._source
+        num_before, source = self._passes.num_collectives(), self._source
         try:
             for batch in batches:
                 plan = source.plan(offset, 1)
-                self._weigh(plan.num_samples * self._world_size / (plan.total_samples or 1))
+                self._set_weight(plan.num_samples * self._world_size / (plan.total_samples or 1))
                 offset = source.offset_after(offset, 1)
-                self._pass_position = epoch, offset, begun
+                self._pass_position = epoch, offset, num_before
                 yield batch
         finally:
-            self._weigh(1.0)
+            self._set_weight(1.0)
         self._pass_position = None
 
     # ---- the position
@@ -226,56 +226,56 @@ class _Passes:
     loaded: Mapping[int, int] = {}
     """Epoch and offset of a loaded state, until a pass counts."""
     is_alone = False  # there is one worker, and all of its passes count
-    order: Any = None  # sampler of the user
+    sampler: Any = None  # of the user
     _epoch = 0
-    _complete: tuple[int, int] | None = None
+    _last_complete: tuple[int, int] | None = None
     """Arguments of `_count` for the last complete pass, which may still count."""
 
     @property
     def epoch(self) -> int:
         """The epoch of the next pass. The epoch of the user's sampler takes precedence."""
-        own = getattr(self.order, "epoch", None) if hasattr(self.order, "set_epoch") else None
+        own = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
         return own if isinstance(own, int) else self._epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._epoch, self._complete = epoch, None
-        if hasattr(self.order, "set_epoch"):
-            self.order.set_epoch(epoch)
+        self._epoch, self._last_complete = epoch, None
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def begin(self) -> tuple[int, int]:
         """Return the epoch and the offset of a new pass."""
-        if self._complete is not None:
-            self._count(*self._complete)
+        if self._last_complete is not None:
+            self._count(*self._last_complete)
         return self.epoch, self.loaded.get(self.epoch, 0)
 
     def track(self, items: Iterator[Any], epoch: int, start: int | None = None) -> Iterator[Any]:
         """Yield the items of a pass. `start` is its offset if it uses the loaded state."""
-        begun, is_over = self.num_collectives(), False
+        num_before, is_over = self.num_collectives(), False
         try:
             for item in items:
                 yield item
-                if self._count(epoch, begun) and start is not None:
+                if self._count(epoch, num_before) and start is not None:
                     self.loaded = {}
             is_over = True
             if start:  # it counts: all workers have loaded the rest, which can be empty
-                begun, self.loaded = None, {}
+                num_before, self.loaded = None, {}
         finally:
-            if is_over or begun or self.is_alone:
-                self._count(epoch, begun)
-            if is_over and begun and self.epoch == epoch:
-                self._complete = epoch, begun
+            if is_over or num_before or self.is_alone:
+                self._count(epoch, num_before)
+            if is_over and num_before and self.epoch == epoch:
+                self._last_complete = epoch, num_before
 
-    def _count(self, epoch: int, begun: int | None) -> bool:
+    def _count(self, epoch: int, num_before: int | None) -> bool:
         """Begin the next epoch if a pass of `epoch` counts. Return whether it does."""
-        counts = self.has_trained_since(begun)
+        counts = self.has_trained_since(num_before)
         if counts and self.epoch == epoch:
             self.epoch += 1
         return counts
 
-    def has_trained_since(self, begun: int | None) -> bool:
-        """Return whether the workers have trained since there were `begun` collectives."""
-        return begun is None or begun < (self.num_collectives() or 0)
+    def has_trained_since(self, num_before: int | None) -> bool:
+        """Return whether the workers have trained since there were `num_before` collectives."""
+        return num_before is None or num_before < (self.num_collectives() or 0)
 
 
 class _WorkerSampler(DistributedSampler[Any]):
@@ -287,7 +287,7 @@ class _WorkerSampler(DistributedSampler[Any]):
         counted: Any = order or ()  # a stream has no sampler
         self._passes, passes.is_alone = passes, size == 1
         super().__init__(counted, size, rank, shuffle=is_plain_shuffle(order), seed=seed)
-        passes.order = order  # late, because the line above sets the epoch to 0
+        passes.sampler = order  # late, because the line above sets the epoch to 0
         self.source = source
         self.dataset = source.loader.dataset
 

@@ -61,9 +61,9 @@ class Group:
         for rank in range(size):
             torch.manual_seed(rank)  # the random numbers of workers differ
             # Loading replaces the seed.
-            others = {"device": torch.device("cpu"), "ahead": False, "seed": size, **others}
+            others = {"device": torch.device("cpu"), "prefetch": False, "seed": size, **others}
             weigh = functools.partial(self.weights.__setitem__, rank)
-            loader = PreparedLoader(make(), world_size=size, rank=rank, weigh=weigh, **others)
+            loader = PreparedLoader(make(), world_size=size, rank=rank, set_weight=weigh, **others)
             self.loaders.append(loader)
             if state is not None:
                 loader.load_state_dict(pickle.loads(pickle.dumps(state)))

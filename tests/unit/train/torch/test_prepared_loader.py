@@ -26,7 +26,7 @@ def loader(num=20, **arguments):
 
 
 def prepared(loader, rank=0, size=2, **others):
-    given = {"device": torch.device("cpu"), "ahead": True, "seed": 0, **others}
+    given = {"device": torch.device("cpu"), "prefetch": True, "seed": 0, **others}
     return PreparedLoader(loader, world_size=size, rank=rank, **given)
 
 
@@ -195,9 +195,9 @@ def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
                 DataLoader(list(range(total)), batch_size, shuffle=shuffle, drop_last=drop_last),
                 rank,
                 size,
-                ahead=False,
+                prefetch=False,
                 full_world_size=full_world_size,
-                weigh=shares[rank].append,
+                set_weight=shares[rank].append,
             )
             for rank in range(size)
         ]
@@ -225,7 +225,7 @@ def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
 def test_the_last_batch_of_a_worker_may_be_larger_with_shares():
     used, weights = [], []
     for rank in range(3):
-        given = {"shares": (0.3, 0.4, 0.3), "weigh": weights.append, "ahead": False}
+        given = {"shares": (0.3, 0.4, 0.3), "set_weight": weights.append, "prefetch": False}
         worker = prepared(DataLoader(list(range(17)), 3), rank, size=3, **given)
         batches = [batch.tolist() for batch in worker]
         assert len(worker) == len(batches) == 2
@@ -247,7 +247,7 @@ def test_loader_that_is_not_partitioned_begins_once_in_an_epoch():
             return next(self.rest)
 
     own = Own(torch.arange(6), batch_size=2)
-    worker = prepared(own, size=1, ahead=False)
+    worker = prepared(own, size=1, prefetch=False)
     assert [batch.tolist() for batch in worker] == [[0, 1], [2, 3], [4, 5]]
     assert own.began == 1
     before = sys.getrefcount(own)
@@ -259,9 +259,9 @@ def test_loader_that_is_not_partitioned_begins_once_in_an_epoch():
 def test_batches_that_are_moved_ahead_stay_intact_while_a_gpu_is_busy():
     data = TensorDataset(torch.arange(40 * 2**20, dtype=torch.float32).reshape(40, -1))
     given = DataLoader(data, batch_size=2, pin_memory=True)
-    device = torch.device("cuda")
+    cuda = torch.device("cuda")
     sums = []
-    for (batch,) in PreparedLoader(given, world_size=1, rank=0, device=device, ahead=True, seed=0):
+    for (batch,) in PreparedLoader(given, world_size=1, rank=0, device=cuda, prefetch=True, seed=0):
         torch.cuda._sleep(10**7)  # the next batch arrives meanwhile, in free memory
         sums.append(batch.double().sum())
     expected = [batch.double().sum() for (batch,) in given]
