@@ -63,7 +63,7 @@ class JsonlLogger(LoggerCallback):
         append_lines(logdir_of(trainer) / "metrics.jsonl", [run])
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        line = {**_record_of(trainer, call), "metrics": scalars(metrics)}
+        line = {**_common_fields(trainer, call), "metrics": scalars(metrics)}
         if call.speed:
             line["speed"] = call.speed
         append_lines(logdir_of(trainer) / "metrics.jsonl", [line])
@@ -83,7 +83,7 @@ class CsvLogger(LoggerCallback):
     needs_logdir = True
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        path, record = logdir_of(trainer) / "metrics.csv", _record_of(trainer, call)
+        path, record = logdir_of(trainer) / "metrics.csv", _common_fields(trainer, call)
         complete_last_line(path)
         row = {**record, **scalars(metrics), **record}  # keep the record's order and values
         columns: list[str] = []
@@ -107,7 +107,7 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
                     writer.writerow({name: row.get(name) or "" for name in columns})
 
 
-def _record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
+def _common_fields(trainer: Trainer, call: LastCall) -> dict[str, Any]:
     """Return the fields that a log has for each call, in addition to the metrics."""
     record = {
         "kind": call.kind,

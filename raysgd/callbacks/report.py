@@ -20,7 +20,7 @@ from raysgd._internal.files import replacing
 from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.base import Callback, Trainer, logdir_of, read_lines
 
-Record = dict[str, Any]
+LogLine = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class RunLog:
         everything = sorted((*self.events, *records), key=lambda record: record["time"])
         self.began: float = everything[0]["time"] if everything else 0.0
         self.seconds: float = everything[-1]["time"] - self.began if everything else 0.0
-        self.calls: list[Record] = []
+        self.calls: list[LogLine] = []
         """The calls without those that a later run repeated."""
         self.interruptions: list[tuple[int, float]] = []
         """Step and seconds of each time between two trainers."""
@@ -156,7 +156,7 @@ class RunLog:
         ]
         return [*found, *((step, "interrupted", f"{s:.0f} s") for step, s in self.interruptions)]
 
-    def calls_of(self, kind: str) -> list[Record]:
+    def calls_of(self, kind: str) -> list[LogLine]:
         """Return the calls of a kind."""
         return [call for call in self.calls if call["kind"] == kind]
 
@@ -188,7 +188,7 @@ def _sizes(log: RunLog) -> list[tuple[int, int]]:
 
 
 def _page(name: str, log: RunLog) -> str:
-    run: Record = log.runs[-1] if log.runs else {}
+    run: LogLine = log.runs[-1] if log.runs else {}
     title = html.escape(f"{run['operator']}: {name}" if "operator" in run else name)
     axis = {"steps": log.steps(), "marks": log.marks()}  # of all charts
     return (
@@ -202,7 +202,7 @@ def _page(name: str, log: RunLog) -> str:
     )
 
 
-def _figures(log: RunLog, run: Record) -> Iterator[tuple[str, Any, str]]:
+def _figures(log: RunLog, run: LogLine) -> Iterator[tuple[str, Any, str]]:
     """Yield the name, the value, and a note for each key figure."""
     began = datetime.datetime.fromtimestamp(log.began).astimezone()
     versions = ", ".join(map(" ".join, run.get("versions", {}).items()))
@@ -232,7 +232,7 @@ def _figures(log: RunLog, run: Record) -> Iterator[tuple[str, Any, str]]:
             yield f"last {name}", last, f"best {_format(best)}, in epoch {epoch}"
 
 
-def _sections(log: RunLog, run: Record) -> Iterator[str]:
+def _sections(log: RunLog, run: LogLine) -> Iterator[str]:
     yield from _metric_charts(log)
     speeds = [
         (call["global_step"], samples / call["seconds"])
@@ -286,7 +286,7 @@ def _extremes(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return [point for group in ranked for point in sorted((group[0], group[-1]))]
 
 
-def _seconds_by_phase(call: Record) -> dict[str, float]:
+def _seconds_by_phase(call: LogLine) -> dict[str, float]:
     """Return the mean seconds per step of each phase, or nothing if they are unknown."""
     speed = call.get("speed", {})
     return {name: fmean(speed[f"{name}_s"]) for name in PHASES if f"{name}_s" in speed}
@@ -335,7 +335,7 @@ def _as_attribute(value: Any) -> str:
     return html.escape(json.dumps(value))
 
 
-def _values(calls: Iterable[Record], name: str) -> Iterator[tuple[float, Record]]:
+def _values(calls: Iterable[LogLine], name: str) -> Iterator[tuple[float, LogLine]]:
     """Yield the finite values of a metric with their calls."""
     for call in calls:
         value = call["metrics"].get(name)
