@@ -101,7 +101,6 @@ class OperatorRunner(Runner, ABC):
             )
             train_state.reseed(seed)
             train_state.data.check_equal_data(fingerprint)
-            state_access.compare_setup(leader_rank=0)
             for feature in train_state.features:
                 feature.sync_initial_state()
         if not train_state.context.is_alone:
@@ -284,10 +283,7 @@ class OperatorRunner(Runner, ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state = read_state(self._hosted_loop)
-        if not frozen:
-            state = self._hosted_loop.state_access.without_frozen(state, for_workers=False)
-        return dict(self._train_state.to_cpu(state))
+        return dict(self._train_state.to_cpu(read_state(self._hosted_loop, frozen=frozen)))
 
     def load_state_dict(self, state: dict[str, Any], incoming: IncomingValue | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state."""

@@ -23,8 +23,15 @@ class StateAccess(ABC):
         self._train_state = train_state
 
     @abstractmethod
-    def read(self) -> dict[str, Any]:
-        """Return the state. Tensors stay on their device, and may share memory with the models."""
+    def read(self, frozen: bool = True) -> dict[str, Any]:
+        """Return the state. Tensors stay on their device, and may share memory with the models.
+
+        Unless `frozen`, leave out the frozen parameters that ``setup`` makes again.
+        """
+
+    def read_for_workers(self) -> dict[str, Any]:
+        """Return the state without what ``setup`` of all workers has made alike."""
+        return self.read()
 
     @abstractmethod
     def check(self, state: dict[str, Any]) -> None:
@@ -63,16 +70,6 @@ class StateAccess(ABC):
         """Replace incoming arrays by registered ones of the same shape, dtype, and device.
 
         The content of these arrays then arrives in their memory.
-        """
-        return state
-
-    def compare_setup(self, leader_rank: int) -> None:  # noqa: B027
-        """Compare what ``setup`` has made with rank `leader_rank`. Every rank must call this."""
-
-    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
-        """Return a state without the frozen parameters that ``setup`` makes again.
-
-        With `for_workers`, leave out only what ``setup`` of all workers has made alike.
         """
         return state
 

@@ -38,7 +38,7 @@ def with_models_last(state: dict[str, Any]) -> dict[str, Any]:
     return state | last
 
 
-def read_state(loop: Loop, is_snapshot: bool = False) -> dict[str, Any]:
+def read_state(loop: Loop, is_snapshot: bool = False, frozen: bool = True) -> dict[str, Any]:
     """Return the state for a file or a snapshot, with tensors on their device.
 
     If the state is sharded, only rank 0 adds more than its shards.
@@ -53,13 +53,12 @@ def read_state(loop: Loop, is_snapshot: bool = False) -> dict[str, Any]:
     state["epoch"] = train_state.position.epoch + (train_state.position.offset > 0)
     if not is_snapshot:
         state["data"]["loaders"] = data.loader_summaries
-        return with_models_last(state | loop.state_access.read())
+        return with_models_last(state | loop.state_access.read(frozen))
     # Other batch sizes follow from the new number of workers.
     batching = {name: each for name, each in data.batching().items() if not each[1]}
     state |= {"call": dict(loop.call_record.export()), "batching": batching}
     state["module_modes"] = loop.state_access.module_modes()
-    state |= loop.state_access.read()
-    return with_models_last(loop.state_access.without_frozen(state, for_workers=True))
+    return with_models_last(state | loop.state_access.read_for_workers())
 
 
 def _small_entries(loop: Loop) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class KerasStateAccess(StateAccess):
         optimizers = self._train_state.optimizers
         return self._train_state.trainable_flags(), list(map(_options_of, optimizers))
 
-    def read(self) -> dict[str, Any]:
+    def read(self, frozen: bool = True) -> dict[str, Any]:
         train_state = self._train_state
         return {
             "models": [named_arrays(model.weights) for model in train_state.models],

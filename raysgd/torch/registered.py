@@ -48,7 +48,7 @@ class RegisteredObjects:
         self.placement = StatePlacement()
         self.exchange = GradientExchange()
         self.accumulation_steps = 1
-        self.frozen = FrozenParameters()
+        self.frozen = FrozenParameters([], self.collectives)
         self.buffer_copies = BufferCopies([], self.collectives)
         self.criteria: list[Any] = []
 

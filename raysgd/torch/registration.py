@@ -74,7 +74,7 @@ def register(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
     registered.models = precision.prepare(registered.models, registered.optimizers, apex_args)
-    registered.frozen = FrozenParameters(registered.models)
+    registered.frozen = FrozenParameters(registered.models, registered.collectives)
     registered.exchange.wrap(ddp_args, horovod_args)
     registered.buffer_copies = BufferCopies(registered.models, registered.collectives)
     train_state.set_features(list(features_of(registered, features, max_grad_norm)))

@@ -15,7 +15,7 @@ from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess, check_objects
 from raysgd.torch.digests import state_digest
-from raysgd.torch.features.frozen_parameters import FROZEN_KEY, without_frozen
+from raysgd.torch.features.frozen_parameters import FROZEN_KEY
 from raysgd.torch.object_states import (
     load_optimizer,
     load_scheduler,
@@ -28,6 +28,11 @@ from raysgd.torch.strategies.replicated_model import grad_flags, set_grad_flags,
 from raysgd.torch.strategies.shards import merge_shards
 from raysgd.torch.tensors import copy_to_cpu, parameters_of, version_of
 from raysgd.torch.train_state import TorchTrainState
+
+_KEPT = (
+    "frozen=False: %s of model %d is saved, although it is frozen, because it has changed since "
+    "setup, or was frozen after it."
+)
 
 
 class TorchStateAccess(StateAccess):
@@ -47,7 +52,7 @@ class TorchStateAccess(StateAccess):
         """The models without wrappers."""
         return list(map(user_module, self._registered.models))
 
-    def read(self) -> dict[str, Any]:
+    def read(self, frozen: bool = True) -> dict[str, Any]:
         models = [(model, model.state_dict()) for model in self._models]
         state: dict[str, Any] = {
             "models": list(itertools.starmap(self._unsharded_of, models)),
@@ -58,7 +63,19 @@ class TorchStateAccess(StateAccess):
         state["requires_grad"] = self._changed_since_setup()
         for feature in self._registered.features:
             state |= feature.state_dict()
-        return state | {"parameters": list(map(self._parameters_of, self._registered.optimizers))}
+        state["parameters"] = list(map(self._parameters_of, self._registered.optimizers))
+        if frozen:
+            return state
+        state = self._frozen.remove_unchanged(state)
+        removed = state.get(FROZEN_KEY, itertools.repeat(()))
+        for index, (model, names) in enumerate(zip(self._models, removed, strict=False)):
+            for name, parameter in model.named_parameters():
+                if not (parameter.requires_grad or name in names):
+                    self._registered.warn_once("frozen", _KEPT, name, index)
+        return state
+
+    def read_for_workers(self) -> dict[str, Any]:
+        return self._frozen.remove_unchanged(self.read(), for_workers=True)
 
     def check(self, state: dict[str, Any]) -> None:
         state = self._frozen.complete(state)
@@ -126,7 +143,7 @@ class TorchStateAccess(StateAccess):
         group = self._registered.collectives
         # Do not read a large state if no other worker can have it.
         if group.any_rank(follows and not train_state.lacks_state):
-            state = without_frozen(self.read(), self._frozen.digests_of_unchanged())
+            state = self._frozen.remove_unchanged(self.read())
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
@@ -134,10 +151,8 @@ class TorchStateAccess(StateAccess):
             expected = group.broadcast(lambda: digest, leader_rank)
             lacks = follows and digest != expected
         if group.any_rank(lacks):
-            self.compare_setup(leader_rank)
-            state = group.broadcast(
-                lambda: self.without_frozen(self.read(), True), leader_rank, wanted=lacks
-            )
+            self._frozen.sync_initial_state(leader_rank)
+            state = group.broadcast(self.read_for_workers, leader_rank, wanted=lacks)
         # Receive shards last, because they are valid from then on.
         features = reversed(self._registered.features)
         received = [feature.receive(leader_rank) for feature in features][::-1]
@@ -146,34 +161,6 @@ class TorchStateAccess(StateAccess):
             self.load(state)
         for apply in received if follows else ():
             apply()
-
-    def compare_setup(self, leader_rank: int) -> None:
-        digests, group = self._frozen.digests_of_unchanged(), self._registered.collectives
-        pairs = zip(group.broadcast(lambda: digests, leader_rank), digests, strict=True)
-        has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
-        self._frozen.are_reproducible = group.all_reduce_min(has_all)[0] > 0
-
-    # ---- states without frozen parameters, and copies
-
-    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
-        if for_workers:
-            unchanged = self._frozen.digests_of_unchanged(trusts_versions=True)
-            return without_frozen(state, unchanged if self._frozen.are_reproducible else [])
-        digests = self._frozen.digests_of_unchanged()
-        changed = [
-            f"{name} of model {index}"
-            for index, (model, kept) in enumerate(zip(self._models, digests, strict=False))
-            for name, parameter in model.named_parameters()
-            if not (parameter.requires_grad or name in kept)
-        ]
-        if changed:
-            self._registered.warn_once(
-                "frozen",
-                "frozen=False: %s is saved, although it is frozen, because it has changed since "
-                "setup, or was frozen after it.",
-                changed[0],
-            )
-        return without_frozen(state, digests)
 
     def unsharded_models(self) -> list[torch.nn.Module]:
         train_state, num_models = self._train_state, len(self._registered.given_models)

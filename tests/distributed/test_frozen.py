@@ -19,7 +19,7 @@ class TunedByRank(Tuned):
 def kept(operator):
     """Return which parameters a snapshot has, and the parameters of this worker."""
     state_access = TorchStateAccess(operator._train_state)
-    names = set(state_access.without_frozen(state_access.read(), for_workers=True)["models"][0])
+    names = set(state_access.read_for_workers()["models"][0])
     return names, operator.model.module.state_dict()
 
 

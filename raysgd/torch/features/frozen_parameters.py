@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.collectives import Collectives
 from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
@@ -27,7 +28,8 @@ class FrozenParameters(UpdateFeature):
     that ``setup`` of the receiver has made.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module] = ()) -> None:
+    def __init__(self, models: Sequence[torch.nn.Module], collectives: Collectives) -> None:
+        self._collectives = collectives
         self._models = list(map(uncompiled, models))
         self._digest_cache: dict[torch.Tensor, tuple[int, int]] = {}
         """The newest version of each parameter whose digest is known, and this digest."""
@@ -51,7 +53,28 @@ class FrozenParameters(UpdateFeature):
             for module, mode in modes if _is_frozen(model) else ():
                 module.training = mode
 
-    def digests_of_unchanged(self, trusts_versions: bool = False) -> list[dict[str, int]]:
+    def sync_initial_state(self, leader_rank: int = 0) -> None:
+        """Find out whether ``setup`` of all workers, also of new ones, has made the same."""
+        digests, group = self._digests_of_unchanged(), self._collectives
+        pairs = zip(group.broadcast(lambda: digests, leader_rank), digests, strict=True)
+        has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
+        self.are_reproducible = group.all_reduce_min(has_all)[0] > 0
+
+    def remove_unchanged(self, state: dict[str, Any], for_workers: bool = False) -> dict[str, Any]:
+        """Return a state with digests in place of the parameters that ``setup`` makes again.
+
+        With `for_workers`, trust known versions, and remove only what all workers make alike.
+        """
+        digests = self._digests_of_unchanged(trusts_versions=for_workers)
+        if not any(digests) or (for_workers and not self.are_reproducible):
+            return state
+        models = [
+            {name: value for name, value in model.items() if name not in own}
+            for model, own in zip(state["models"], digests, strict=False)
+        ]
+        return {**state, FROZEN_KEY: digests, "models": models}
+
+    def _digests_of_unchanged(self, trusts_versions: bool = False) -> list[dict[str, int]]:
         """Return the digests of the parameters that have the bytes of ``setup``, by model.
 
         Read all of them, 1 GB in 0.13 s on a CPU, because writes to ``parameter.data`` do not count
@@ -84,7 +107,7 @@ class FrozenParameters(UpdateFeature):
             return state
         if len(lacking) != len(models) or not all(isinstance(each, Mapping) for each in lacking):
             raise CheckpointError(f"The state's {FROZEN_KEY!r} must have a dict for each model.")
-        known, full = self.digests_of_unchanged(), []
+        known, full = self._digests_of_unchanged(), []
         for index, digests in enumerate(lacking):
             for name, digest in digests.items():
                 if known[index].get(name) != digest:
@@ -120,16 +143,3 @@ class FrozenParameters(UpdateFeature):
 
 def _is_frozen(model: torch.nn.Module) -> bool:
     return not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def without_frozen(
-    state: Mapping[str, Any], digests: Sequence[Mapping[str, int]]
-) -> dict[str, Any]:
-    """Return a state without the parameters that have digests. The state then has the digests."""
-    if not any(digests) or "models" not in state:
-        return dict(state)
-    models = [
-        {name: value for name, value in model.items() if name not in own}
-        for model, own in zip(state["models"], digests, strict=False)
-    ]
-    return {**state, FROZEN_KEY: digests, "models": models}
