@@ -212,11 +212,9 @@ class Dispatcher:
         if trainer.logdir is not None:
             append_lines(logdir_of(trainer) / "bad_steps.jsonl", new_steps)
         logger.warning(
-            "Bad steps that were not applied: %d. The newest is step %d, because %s. "
-            "trainer.bad_steps has their samples.",
-            len(new_steps),
-            new_steps[-1]["step"],
-            new_steps[-1]["reason"],
+            "Bad steps that were not applied: %(number)d. The newest is step %(step)d, because "
+            "%(reason)s. trainer.bad_steps has their samples.",
+            {"number": len(new_steps), **new_steps[-1]},
         )
 
     def _merge(self, results: list[Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _WINDOW = 100
 """Number of losses in the median."""
 _UNIT, _LARGEST = 2.0**-26, 2.0**26
 """Losses are added up as multiples of a unit, so that their order does not change the sum."""
+_GOOD, _SPIKE, _GRADIENT, _LOSS = range(4)  # the worst of all workers counts
 
 
 class BadStepFilter(UpdateFeature):
@@ -77,24 +78,23 @@ class BadStepFilter(UpdateFeature):
         if is_finite and spike is None and registered.placement.replicates:
             return
         loss = exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
-        usual = statistics.median(self._losses or [math.inf])
-        is_spike = spike is not None and -loss < spike * usual < loss and usual != 0
-        signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
+        usual, kind = statistics.median(self._losses or [math.inf]), _GOOD
+        if not is_finite:
+            kind = _GRADIENT if math.isfinite(loss) else _LOSS
+        elif spike is not None and usual != 0 and -loss < spike * usual < loss:
+            kind = _SPIKE
         if not registered.placement.replicates and registered.settings.context.distributed:
             # Each worker has a loss and gradients of its own.
-            lows = registered.collectives.all_reduce_min(*(-sign for sign in signs))
-            signs = [low < 0 for low in lows]
-        is_of_loss, is_of_gradient, is_spike = signs
-        if is_of_loss:
-            self._record_bad_step(update, "the loss is not finite", str(norm))
-        elif is_of_gradient:
-            if not precision.scales_loss:  # otherwise the GradScaler skips it, and lowers the scale
-                self._record_bad_step(update, "the gradient is not finite", str(norm))
-        elif is_spike:
+            kind = -registered.collectives.all_reduce_min(-kind)[0]
+        if kind == _GOOD:
+            self._loss = loss
+        elif kind == _SPIKE:
             why = f"the loss is more than {spike:g} times the median, {usual:.4g}"
             self._record_bad_step(update, why, loss)
-        else:
-            self._loss = loss
+        elif kind == _LOSS:
+            self._record_bad_step(update, "the loss is not finite", str(norm))
+        elif not precision.scales_loss:  # otherwise the GradScaler skips it, and lowers the scale
+            self._record_bad_step(update, "the gradient is not finite", str(norm))
 
     def _record_bad_step(self, update: Update, reason: str, value: Any) -> None:
         registered, position = self._registered, self._registered.position

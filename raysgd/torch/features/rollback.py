@@ -66,7 +66,9 @@ class Rollback(UpdateFeature):
         if self._versions is None:
             return
         if update.bad_step is not None:
-            self._restore(update)  # what train_batch changed before the update
+            versions = self._versions
+            self.roll_back(update)  # what train_batch changed before the update
+            self._versions = versions  # it may change more
             if update.is_damaged:
                 raise RuntimeError(
                     "A bad step cannot be undone, because train_batch changed parameters before "
@@ -83,13 +85,9 @@ class Rollback(UpdateFeature):
         self._versions = None
 
     def roll_back(self, update: Update) -> None:
-        if self._versions is not None:
-            self._restore(update)
-            self._versions = None
-
-    def _restore(self, update: Update) -> None:
-        assert self._versions is not None
-        changed = self._versions.find_changed()
+        if self._versions is None:
+            return
+        changed, self._versions = self._versions.find_changed(), None
         if self._has_copies:
             for backup in reversed(self._backups):
                 backup.restore()
