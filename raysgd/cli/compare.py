@@ -23,22 +23,22 @@ def compare(before: Path, after: Path) -> str:
     old, new = (_measurements(folder) for folder in (before, after))
     is_one = min(len(old["step"]), len(new["step"])) == 1
     least = median(old["step"]) * (_MIN_FRACTION_OF_ONE if is_one else _MIN_FRACTION)
-    lines, changes = [f"{'ms per step':12}{'before':>10}{'after':>10}{'spread':>10}"], {}
+    lines = [f"{'ms per step':12}{'before':>10}{'after':>10}{'spread':>10}"]
+    changes: list[tuple[float, str]] = []
     for name in (*PHASES, "step"):
         first, second = median(old[name]), median(new[name])
         spread = max(_spread(old[name]), _spread(new[name]))
         if max(first, second) >= _MIN_MS:
             lines.append(f"{name:12}{first:10.3g}{second:10.3g}{spread:10.2g}")
-        if abs(second - first) > max(spread, least):
+        if abs(second - first) > max(spread, least) and not (name == "step" and changes):
             text = f"{name}: from {first:.3g} to {second:.3g} ms per step."
-            changes[name] = second - first, text
-    of_phases = {name: change for name, change in changes.items() if name != "step"}
-    if not (found := sorted((of_phases or changes).values())):
+            changes.append((second - first, text))
+    if not changes:
         lines.append("Nothing differs beyond the spread.")
-    elif found[-1][0] > 0:
-        lines.append(f"What grew most is {found[-1][1]}")
+    elif (most := max(changes))[0] > 0:
+        lines.append(f"What grew most is {most[1]}")
     else:
-        lines.append(f"Nothing grew beyond the spread. What shrank most is {found[0][1]}")
+        lines.append(f"Nothing grew beyond the spread. What shrank most is {min(changes)[1]}")
     return "\n".join(lines)
 
 
@@ -59,8 +59,8 @@ def _measurements(folder: Path) -> Mapping[str, Sequence[float]]:
             name: [1000 * (min if name == "wait" else max)(s[f"{name}_s"]) for s in speeds]
             for name in PHASES
         }
-        ranks = [zip(*(s[f"{name}_s"] for name in PHASES), strict=True) for s in speeds]
-        return {**values, "step": [1000 * mean(map(sum, each)) for each in ranks]}
+        steps = [1000 * sum(mean(s[f"{name}_s"]) for name in PHASES) for s in speeds]
+        return {**values, "step": steps}
 
 
 def _spread(values: Sequence[float]) -> float:
