@@ -65,11 +65,10 @@ def redact_command(arguments: Sequence[str]) -> str:
             shown.append(HIDDEN)
             continue  # an option such as --keys can have several values
         hides = argument.startswith("-") and is_secret(argument, is_count=False)
-        for match in _NAME.finditer(argument):
-            if is_secret(match[1], is_count=False):
-                # Hide the rest, because a secret can contain any character.
-                argument, hides = argument[: match.end()] + HIDDEN, False
-                break
+        names = (match for match in _NAME.finditer(argument) if is_secret(match[1], is_count=False))
+        if (name := next(names, None)) is not None:
+            # Hide the rest, because a secret can contain any character.
+            argument, hides = argument[: name.end()] + HIDDEN, False
         shown.append(argument)
     return without_homes(shlex.join(shown))
 

@@ -285,7 +285,7 @@ class OperatorTrainer(TrainerProperties):
             CallbackError: if the ``state_dict`` of a callback raised.
         """
         self._dispatcher.check_open()
-        return self._transfer.collect(frozen=frozen)
+        return self._transfer.collect(frozen)
 
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
         """Load a state on any number of workers.

@@ -104,4 +104,4 @@ class TrainerProperties:
     @property
     def provenance(self) -> dict[str, Any]:
         """Where the state comes from, as far as the driver knows it: see `save`."""
-        return self._transfer.provenance()
+        return {**self._transfer.provenance}

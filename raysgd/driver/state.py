@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from raysgd import checkpoint
@@ -53,14 +53,8 @@ class StateTransfer:
     options: Options
     dispatcher: Dispatcher
     fit_loop: FitLoop
-    parent: str | None = None
-    """The checkpoint that was loaded."""
-
-    def __post_init__(self) -> None:
-        process_provenance()  # the files of the script may change later
-
-    def provenance(self) -> dict[str, Any]:
-        return {**process_provenance(), **({} if self.parent is None else {"parent": self.parent})}
+    provenance: Mapping[str, Any] = field(default_factory=process_provenance)
+    """Where the state comes from. Read early, because the files of the script may change later."""
 
     # ---- methods of each framework
 
@@ -74,20 +68,17 @@ class StateTransfer:
 
     # ---- collection from the workers
 
-    def collect(
-        self, method: str = "state_dict", provenance: bool = True, frozen: bool = True
-    ) -> dict[str, Any]:
-        """Return the state. Errors name the `method` that the user called."""
+    def collect(self, frozen: bool) -> dict[str, Any]:
         with self.dispatcher.controller.speed.saving():
-            driver_entries = self._driver_entries(provenance)
-            return {**self._collect_from_workers(method, frozen), **driver_entries}
+            driver_entries = self._driver_entries()
+            return {**self._collect_from_workers("state_dict", frozen), **driver_entries}
 
-    def _driver_entries(self, provenance: bool) -> dict[str, Any]:
+    def _driver_entries(self, provenance: bool = True) -> dict[str, Any]:
         callbacks = self.dispatcher.callback_list.state_dict()
         entries = {"callbacks": callbacks} if callbacks else {}
         entries["config"] = scalars(redact_config(self.options.config))
         if provenance:
-            entries["provenance"] = self.provenance()
+            entries["provenance"] = {**self.provenance}
         if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
             entries["validation_due"] = scalars(self.dispatcher.metrics)
@@ -147,17 +138,18 @@ class StateTransfer:
         )
         is_remote = bool(members) and all(member.is_remote for member in members)
         with controller.speed.saving():
+            driver_entries = self._driver_entries(provenance)
             if is_remote and not (may_have_only_copy(progress) or _allows_own_types()):
-                return self._stream(target, manifest, provenance, frozen)
-            state = self.collect("save", provenance, frozen)
+                return self._stream(target, manifest, driver_entries, frozen)
+            state = {**self._collect_from_workers("save", frozen), **driver_entries}
             return checkpoint.write_file(state, target.name, manifest)
 
     def _stream(
-        self, target: Location, manifest: checkpoint.Manifest, provenance: bool, frozen: bool
+        self, target: Location, manifest: checkpoint.Manifest, driver_entries: Any, frozen: bool
     ) -> str:
         errors: list[Exception] = []
         request = SaveRequest(
-            driver_entries=self._driver_entries(provenance),
+            driver_entries=driver_entries,
             generators=self._prepare_export("save"),
             label=target.label,
             frozen=frozen,
@@ -210,7 +202,8 @@ class StateTransfer:
             what = f"{path or 'the state'} into {self.options.training_operator_cls.__name__}"
             error.args = (f"Cannot load {what}. Use the same model and config. {error}",)
             raise
-        self.parent = None if path is None else without_homes(path)
+        parent = {} if path is None else {"parent": without_homes(path)}
+        self.provenance = {**process_provenance(), **parent}
         snapshots = self.dispatcher.controller.snapshots
         if reread is not None:
             snapshots.replace_with(lambda: entries_for_workers(reread()))
