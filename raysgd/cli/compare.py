@@ -59,8 +59,7 @@ def _measurements(folder: Path) -> Mapping[str, Sequence[float]]:
             name: [1000 * (min if name == "wait" else max)(s[f"{name}_s"]) for s in speeds]
             for name in PHASES
         }
-        steps = [1000 * sum(mean(s[f"{name}_s"]) for name in PHASES) for s in speeds]
-        return {**values, "step": steps}
+        return {**values, "step": [1000 * sum(mean(s[f"{n}_s"]) for n in PHASES) for s in speeds]}
 
 
 def _spread(values: Sequence[float]) -> float:
