@@ -140,20 +140,18 @@ class StateTransfer:
         with controller.speed.saving():
             driver_entries = self._driver_entries(provenance)
             if is_remote and not (may_have_only_copy(progress) or _allows_own_types()):
-                return self._stream(target, manifest, driver_entries, frozen)
+                request = SaveRequest(
+                    driver_entries=driver_entries,
+                    generators=self._prepare_export("save"),
+                    label=target.label,
+                    frozen=frozen,
+                )
+                return self._stream(target, manifest, request)
             state = {**self._collect_from_workers("save", frozen), **driver_entries}
             return checkpoint.write_file(state, target.name, manifest)
 
-    def _stream(
-        self, target: Location, manifest: checkpoint.Manifest, driver_entries: Any, frozen: bool
-    ) -> str:
+    def _stream(self, target: Location, manifest: checkpoint.Manifest, request: SaveRequest) -> str:
         errors: list[Exception] = []
-        request = SaveRequest(
-            driver_entries=driver_entries,
-            generators=self._prepare_export("save"),
-            label=target.label,
-            frozen=frozen,
-        )
 
         def fill(file: IO[bytes]) -> None:
             hashing: Any = HashingFile(file)
