@@ -196,7 +196,7 @@ def _page(name: str, log: RunLog) -> str:
         '<meta name="viewport" content="width=device-width">'
         # Add an empty icon, because the browser would request one.
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style>'
-        f'<body data-run="{_as_attribute(axis)}"><h1>{title}</h1>'
+        f'<body data-run="{html.escape(json.dumps(axis))}"><h1>{title}</h1>'
         f"{_table(_figures(log, run))}{''.join(_sections(log, run))}"
         f"<script>{_SCRIPT}</script></html>"
     )
@@ -326,13 +326,9 @@ def _group_of(name: str) -> str:
 
 def _chart(title: str, lines: dict[str, list[Any]], **options: bool) -> str:
     """Return a figure that report.js draws."""
-    data = _as_attribute({"lines": list(lines.items()), **options})
+    data = html.escape(json.dumps({"lines": list(lines.items()), **options}))
     figure = f'<figure data-chart="{data}"><figcaption></figcaption><svg></svg></figure>'
     return f"<h2>{html.escape(title)}</h2>{figure}"
-
-
-def _as_attribute(value: Any) -> str:
-    return html.escape(json.dumps(value))
 
 
 def _values(calls: Iterable[LogLine], name: str) -> Iterator[tuple[float, LogLine]]:
