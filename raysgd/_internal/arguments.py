@@ -104,9 +104,11 @@ _LARGER = re.compile(
 )
 
 
-def resolve_mode(caller: str, monitor: str | None, mode: Any) -> Any:
+def resolve_mode(caller: str, monitor: Any, mode: Any) -> Any:
     """Return "min" or "max": the given mode, or the one that fits the name of a metric."""
     check_choice(caller, "mode", mode, ("min", "max", None))
+    if not isinstance(monitor, str | None):
+        raise TypeError(f"{caller}(monitor={monitor!r:.200}): must be the name of a metric.")
     if mode is None and monitor is not None and not _SMALLER.search(monitor):
         if _LARGER.search(monitor):
             return "max"

@@ -369,6 +369,7 @@ def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_p
         (CheckpointCallback, {"every": "step"}),
         (CheckpointCallback, {"every": True}),
         (CheckpointCallback, {"keep": 0}),
+        (CheckpointCallback, {"monitor": 3}),
         (CheckpointCallback, {"mode": "low"}),
         (CheckpointCallback, {"blocking": "no"}),
         (CheckpointCallback, {"resume": None}),
