@@ -36,7 +36,7 @@ def unknown_argument(caller: str, name: str, known: Iterable[str]) -> TypeError:
     return TypeError(f"{caller}() got an unexpected keyword argument {name!r}.{hint}")
 
 
-def suggest_arguments(method: _F, context: AbstractContextManager[None] = _NOTHING) -> _F:
+def suggest_arguments(method: _F, context: AbstractContextManager[object] = _NOTHING) -> _F:
     """Name the closest argument in the error of a call with an unknown one."""
     known = inspect.signature(method).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())

@@ -22,7 +22,7 @@ from raysgd._internal.imports import frozen_imports
 from raysgd._internal.progress import Progress
 from raysgd._internal.runner import PausedError, Request, RetrySplitError, Runner
 from raysgd._internal.spawning import send_classes_of_the_script
-from raysgd._internal.tracebacks import last_frame, shows_full_tracebacks, stacks
+from raysgd._internal.tracebacks import last_frame, stacks
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.large_values import FileContent, IncomingValue, fits_ray_message, send
@@ -77,7 +77,7 @@ class Outcome:
             _, frame = last_frame(text)
             summary = str(_as_remote_error(error)).partition("\n")[0]
             shown = f"{head}. RAYSGD_TRACEBACK=full shows the traceback.\n{frame}\n{summary}"
-            is_full = shows_full_tracebacks() or not frame
+            is_full = os.environ.get("RAYSGD_TRACEBACK") == "full" or not frame
             error.__cause__ = RemoteTraceback(self.traceback, "" if is_full else shown)
         return error
 
