@@ -299,8 +299,8 @@ class Factors(NamedTuple):
 class LossWeights:
     """Gives each loss of an update its weight: add up sums, and divide once.
 
-    An update is ``sum of (items * gradient of their mean loss) / total``. `num_workers` workers
-    average their gradients, so a loss has the weight ``items * num_workers / total``. Until the
+    An update is ``sum of (items * gradient of their mean loss) / total``. `averaging_size` workers
+    average their gradients, so a loss has the weight ``items * averaging_size / total``. Until the
     last micro-batch, a planned total replaces the total. The first loss of the last micro-batch
     multiplies earlier gradients by ``planned / total``. The five cases are::
 
@@ -309,7 +309,7 @@ class LossWeights:
         2 a mean over samples    samples            all samples        all samples (one worker: own)
         3 of unknown samples     part of a batch    steps * workers    steps * workers
         4 of repeated samples    0                  as above           as above
-        5 a sum                  the weight is `num_workers`, or 0 for repeated samples
+        5 a sum                  the weight is `averaging_size`, or 0 for repeated samples
 
     The total and the factor are equal on all workers. Only case 1 communicates: once per update or
     optimizer, and once more in the first update of a generation if it has several micro-batches. A
@@ -363,7 +363,9 @@ class LossWeights:
         """Items of the micro-batch, if user code has counted those of the newest loss."""
         return None if self._count.num_items is None else self._items
 
-    def add(self, count: LossCount, num_workers: int = 1, all_reduce: AllReduce = float) -> Factors:
+    def add(
+        self, count: LossCount, averaging_size: int = 1, all_reduce: AllReduce = float
+    ) -> Factors:
         """Add a loss.
 
         Raises:
@@ -376,20 +378,21 @@ class LossWeights:
         self.has_loss = True
         if count.is_sum:
             self.lack_items = False
-            return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(num_workers))
+            return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(averaging_size))
         earlier = 1.0
         # Whether workers communicate must not depend on the numbers.
         if self.awaits_count or (count.num_items is not None and update.has_one_micro_batch):
-            earlier = self._set_divisor(count, num_workers, all_reduce)
+            earlier = self._set_divisor(count, averaging_size, all_reduce)
         elif count.num_items not in (None, self._count.num_items):
             raise ValueError(
                 f"backward(num_samples={count.num_items!r}) follows "
                 f"num_samples={self._count.num_items} for another loss of the same batch. With "
                 "accumulation or equal bits, pass the same number."
             )
-        return Factors(earlier, self._items * num_workers / self._divisor if self._items else 0.0)
+        weight = self._items * averaging_size / self._divisor if self._items else 0.0
+        return Factors(earlier, weight)
 
-    def _set_divisor(self, count: LossCount, num_workers: int, all_reduce: AllReduce) -> float:
+    def _set_divisor(self, count: LossCount, averaging_size: int, all_reduce: AllReduce) -> float:
         """Set the items and the divisor of the loss, and return the factor of earlier gradients."""
         update = self._update
         if self.num_earlier and (self._count.num_items is None) != (count.num_items is None):
@@ -406,9 +409,9 @@ class LossWeights:
         self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
         # An update of one micro-batch needs no plan.
         is_single = update.has_one_micro_batch
-        planned = total = 0.0 if is_single else self._planned_total(num_workers, all_reduce)
+        planned = total = 0.0 if is_single else self._planned_total(averaging_size, all_reduce)
         if update.in_last_micro_batch and not update.has_fixed_parts:
-            total = self._total(num_workers, all_reduce)
+            total = self._total(averaging_size, all_reduce)
         if total or self.awaits_count:  # an earlier loss of the batch may have had items
             self._divisor, self.lack_items = total, not total
         self.awaits_count = False
@@ -416,7 +419,7 @@ class LossWeights:
             return 1.0
         return planned / total
 
-    def _planned_total(self, num_workers: int, all_reduce: AllReduce) -> float:
+    def _planned_total(self, averaging_size: int, all_reduce: AllReduce) -> float:
         plan = self._update.plan
         if self._update.has_fixed_parts:
             return float(plan.total_samples or 1)
@@ -426,18 +429,18 @@ class LossWeights:
                 self.expected_total = _power_of_two(all_items)
             return self.expected_total
         if plan.total_samples is None:
-            return float(plan.num_steps * num_workers)
-        return plan.total_samples if num_workers > 1 else plan.num_samples  # all, or its own
+            return float(plan.num_steps * averaging_size)
+        return plan.total_samples if averaging_size > 1 else plan.num_samples  # all, or its own
 
-    def _total(self, num_workers: int, all_reduce: AllReduce) -> float:
+    def _total(self, averaging_size: int, all_reduce: AllReduce) -> float:
         plan = self._update.plan
         if self._count.num_items is not None:
             total = all_reduce(self._items_so_far)
             self.expected_total = _power_of_two(total)
             return total
-        if num_workers > 1 and plan.total_samples is not None:
+        if averaging_size > 1 and plan.total_samples is not None:
             return plan.total_samples
-        return self._items_so_far * num_workers  # the mean of each worker weighs the same
+        return self._items_so_far * averaging_size  # the mean of each worker weighs the same
 
 
 def _power_of_two(number: float) -> float:

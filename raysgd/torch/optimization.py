@@ -111,7 +111,7 @@ class Optimization(UpdateFeature):
         clones = len(self._registered.optimizers) > 1
         self._accumulated.restore(is_first=not update.loss_weights.has_loss, clones=clones)
         exchange = registered.exchange
-        factors = update.loss_weights.add(count, exchange.num_workers, exchange.all_reduce_sum)
+        factors = update.loss_weights.add(count, exchange.averaging_size, exchange.all_reduce_sum)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.num_items == 0 and not loss.detach().isfinite().all():
@@ -186,7 +186,7 @@ class Optimization(UpdateFeature):
             if not isinstance(loss, torch.Tensor):
                 return loss
             # A line search must take the same steps on all workers.
-            return loss.new_tensor(exchange.all_reduce_sum(loss.item()) / exchange.num_workers)
+            return loss.new_tensor(exchange.all_reduce_sum(loss.item()) / exchange.averaging_size)
 
         return args[:1], {**kwargs, "closure": averaging}
 

@@ -40,14 +40,14 @@ class BadStepFilter(UpdateFeature):
                 f"{len(registered.optimizers)}. An update of the first one could not be undone."
             )
         self._registered, self._options = registered, options
-        self._num_workers = 1  # that average their gradients
+        self._averaging_size = 1  # of the exchange; to find it takes many calls
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
         self.bad_steps: list[BadStep] = []
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._num_workers = self._registered.exchange.num_workers  # to find it takes many calls
+        self._averaging_size = self._registered.exchange.averaging_size
 
     def begin_update(self, update: Update) -> None:
         self._loss_term, self._loss = 0.0, None
@@ -77,7 +77,7 @@ class BadStepFilter(UpdateFeature):
         is_finite = math.isfinite(norm)
         if is_finite and spike is None and registered.placement.replicates:
             return
-        loss = exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
+        loss = exchange.all_reduce_sum(float(self._loss_term)) / self._averaging_size
         usual, kind = statistics.median(self._losses or [math.inf]), _GOOD
         if not is_finite:
             kind = _GRADIENT if math.isfinite(loss) else _LOSS

@@ -99,7 +99,7 @@ class StepChecks(UpdateFeature):
     def warn_of_dropped_samples(self, segment: Segment | None) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
         registered = self._registered
-        has_weight = registered.exchange.num_workers > 1 or not self._update.has_one_micro_batch
+        has_weight = registered.exchange.averaging_size > 1 or not self._update.has_one_micro_batch
         if not has_weight or segment is None or (drawn := segment.num_collated) is None:
             return
         num_rows, is_clear = ParsedBatch((segment.batch,), {}, None).count_samples(drawn)
@@ -121,7 +121,7 @@ class StepChecks(UpdateFeature):
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.num_items is None and not count.is_sum
         has_gap = update.loss_weights.num_earlier < update.index
-        if has_gap and counts_samples and registered.exchange.num_workers > 1:
+        if has_gap and counts_samples and registered.exchange.averaging_size > 1:
             self._reject(_NO_BACKWARD)
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")

@@ -67,7 +67,7 @@ class EqualBitsExchange(GroupExchange):
 
     keeps_all_equal = True
     why_optimizer_step = _MODE
-    num_workers = 1  # gradients are summed
+    averaging_size = 1  # gradients are summed
 
     def __init__(self, registered: RegisteredObjects) -> None:
         super().__init__(registered)

@@ -22,7 +22,7 @@ class GradientExchange(UpdateFeature):
     keeps_all_equal = False
     """Whether raysgd keeps all registered objects equal, and not only models that user code wraps.
     Workers can then train only parameters that were registered."""
-    num_workers = 1
+    averaging_size = 1
     """Number of workers that average their gradients. 1 if they add them up, or for one worker."""
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ class GroupExchange(GradientExchange):
         return device.type == "cuda" or any(map(replicated_model.is_compiled, models))
 
     @property
-    def num_workers(self) -> int:  # type: ignore[override]
+    def averaging_size(self) -> int:  # type: ignore[override]
         return self._registered.settings.context.world_size if self._averages_gradients else 1
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:

@@ -1,4 +1,21 @@
-"""The strategies of training: who has which state, and how gradients meet."""
+"""The strategies of training: who has which state, and how gradients meet.
+
+What `StatePlacement` and `GradientExchange` answer in each mode:
+
+==========  ============  ===================  =============  =================  ===================
+mode        `replicates`  `is_unsharded`, for  `is_complete`  `keeps_all_equal`  `averaging_size`
+==========  ============  ===================  =============  =================  ===================
+equal bits  yes           all                  yes            yes                1: adds up
+one worker  yes           all                  yes            no                 1
+Horovod     yes           all                  yes            yes                all workers
+own models  if wrapped    all                  yes            no                 all if wrapped or 1
+replicated  yes           all                  yes            yes                all workers
+optimizer   yes           models               no             yes                all workers
+full        yes           nothing              no             yes                all workers
+==========  ============  ===================  =============  =================  ===================
+
+Wrapped: user code has wrapped a model in DistributedDataParallel. `is_complete` is of `held_state`.
+"""
 
 from __future__ import annotations
 

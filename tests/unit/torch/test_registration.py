@@ -196,7 +196,7 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
         train_state.registered.exchange.use_wrappers(wrappers)
         assert train_state.placement.replicates == follows
-        assert train_state.registered.exchange.num_workers == 1 + follows
+        assert train_state.registered.exchange.averaging_size == 1 + follows
 
 
 def test_static_graph_with_accumulation_is_an_error(process_group):
