@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from raysgd.data.partition import MicroBatch
+from raysgd.loop.loss_weights import Factors
 from raysgd.loop.options import Settings
-from raysgd.loop.update import BadStep, Factors, Update
+from raysgd.loop.update import BadStep, Update
 
 SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatch]]
 _ONCE = (

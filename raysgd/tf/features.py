@@ -12,7 +12,8 @@ import tensorflow as tf
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import cpu_model, differing, format_values, hash_of, minority_of
 from raysgd.loop.feature import UpdateFeature
-from raysgd.loop.update import LossCount, Update
+from raysgd.loop.loss_weights import LossCount
+from raysgd.loop.update import Update
 from raysgd.tf.train_state import KerasStateAccess, KerasTrainState
 
 _COMPARED_EVERY = 100

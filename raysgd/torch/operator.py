@@ -27,9 +27,9 @@ from raysgd._internal.arguments import suggest_arguments
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from raysgd.loop.creators import creator_class
+from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.segment import allow_split
-from raysgd.loop.update import LossCount
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, Sums, ratio
 from raysgd.torch.creators import TorchCreators
 from raysgd.torch.feature_list import OperatorFeatures

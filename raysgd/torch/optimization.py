@@ -30,8 +30,9 @@ from raysgd._internal.arguments import check_number
 from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import UpdateFeature
+from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.segment import Segment
-from raysgd.loop.update import LossCount, Update, WarmedUp
+from raysgd.loop.update import Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.input.batches import IGNORED, ONE_ELEMENT
 from raysgd.torch.registered import RegisteredObjects

@@ -12,7 +12,8 @@ import torch
 
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import UpdateFeature
-from raysgd.loop.update import BadStep, Factors, Update, UpdateState
+from raysgd.loop.loss_weights import Factors
+from raysgd.loop.update import BadStep, Update, UpdateState
 from raysgd.torch.options import BadSteps
 from raysgd.torch.registered import RegisteredObjects
 

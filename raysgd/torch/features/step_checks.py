@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import UpdateFeature
+from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.segment import Segment
-from raysgd.loop.update import LossCount, Update
+from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.input.batches import ParsedBatch
 from raysgd.torch.register_checks import required_arguments

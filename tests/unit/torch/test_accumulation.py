@@ -5,14 +5,14 @@ import math
 import pytest
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
-from raysgd.loop.update import LossCount, Update
+from raysgd.loop.loss_weights import LossCount
+from raysgd.loop.update import Update
 from raysgd.torch.optimization import as_count
 
 
 def test_the_usual_update_needs_no_correction_of_gradients():
     for samples, total in ((49, 49 * 2 * 3), (None, None)):
-        update = Update()
-        batches = [MicroBatch(samples, step_index=step) for step in range(2)]
+        update, batches = Update(), [MicroBatch(samples, step_index=step) for step in range(2)]
         update.begin(UpdatePlan(tuple(batches), total))
         for micro_batch in batches:
             update.begin_micro_batch(micro_batch, is_last=micro_batch.step_index == 1)
@@ -24,7 +24,7 @@ def test_first_loss_of_a_generation_is_not_scaled_up():
     update = Update()
     update.begin(UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(4))))
     update.begin_micro_batch(MicroBatch(), is_last=False)
-    _, weight = update.loss_weights.add(LossCount(1000.0), 2, lambda count: 2 * count)
+    weight = update.loss_weights.add(LossCount(1000.0), 2, lambda count: 2 * count).loss
     assert weight == pytest.approx(1 / 4, rel=0.5)
 
 
@@ -52,6 +52,6 @@ def test_counts_of_losses_may_differ_only_in_an_update_of_one_micro_batch():
 @pytest.mark.parametrize("count", ["3", True, [1], 1j, -1, math.inf, math.nan])
 def test_number_of_samples_must_be_a_finite_number(count):
     is_number = isinstance(count, int | float) and count is not True
-    said = "at least 0, and finite" if is_number else "a number"
-    with pytest.raises(ValueError if is_number else TypeError, match=f"num_samples=.*be {said}"):
+    error, said = (ValueError, "at least 0, and finite") if is_number else (TypeError, "a number")
+    with pytest.raises(error, match=f"num_samples=.*be {said}"):
         as_count(count)

@@ -1,0 +1,194 @@
+"""The weights of the losses of an update, which make it that of one process with all samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from raysgd.data.partition import UpdatePlan
+
+
+class LossCount(NamedTuple):
+    """What is known about a loss of a micro-batch. By default, it is a mean over its samples."""
+
+    num_items: float | None = None  # that it is a mean over, if user code or raysgd counts them
+    num_samples: float | None = None  # rows of the batch, if ``train_batch`` of raysgd counts them
+    is_sum: bool = False  # a sum over samples, and not a mean
+
+    def with_samples(self) -> LossCount:
+        """Return the count to use if workers do not know the sizes of all batches."""
+        is_known = self.is_sum or self.num_items is not None
+        return self if is_known else self._replace(num_items=self.num_samples)
+
+
+Reduce = Callable[[float], float]  # returns the sum of a number over the workers
+
+
+class Factors(NamedTuple):
+    """Factors that make gradients parts of the mean over an update."""
+
+    earlier: float  # of the gradients of earlier micro-batches
+    loss: float
+
+
+class LossWeights:
+    """Gives each loss of an update its weight: add up sums, and divide once.
+
+    An update is ``sum of (items * gradient of their mean loss) / total``. `averaging_size` workers
+    average their gradients, so a loss has the weight ``items * averaging_size / total``. Until the
+    last micro-batch, a planned total replaces the total. The first loss of the last micro-batch
+    multiplies earlier gradients by ``planned / total``. The five cases are::
+
+        a loss that is           items              planned total      total
+        1 a mean, counted        its count          previous, rounded  sum over all workers
+        2 a mean over samples    samples            all samples        all samples (one worker: own)
+        3 of unknown samples     part of a batch    steps * workers    steps * workers
+        4 of repeated samples    0                  as above           as above
+        5 a sum                  the weight is `averaging_size`, or 0 for repeated samples
+
+    The total and the factor are equal on all workers. Only case 1 communicates: once per update or
+    optimizer, and once more in the first update of a generation if it has several micro-batches. A
+    micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
+    total, so `StepChecks` rejects a loss after it. If PyTorch workers do not know the sizes of all
+    batches, `LossCount.with_samples` makes cases 2 and 3 of the default ``train_batch`` case 1.
+    With fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
+
+    If rank 0 has 3 samples of each step and rank 1 has 1, an update of two steps has 8:
+
+    >>> from raysgd.data.partition import EpochPartition
+    >>> from raysgd.loop.update import Update
+    >>> for rank in range(2):
+    ...     update, partition = Update(), EpochPartition(8, 2, 2, rank, shares=(3, 1))
+    ...     update.begin(partition.plan(sizes=(4, 4)))
+    ...     update.begin_micro_batch(update.plan.micro_batches[0], is_last=False)
+    ...     print(update.loss_weights.add(LossCount(), averaging_size=2))
+    Factors(earlier=1.0, loss=0.75)
+    Factors(earlier=1.0, loss=0.25)
+
+    Only methods write fields: `add` and `_set_divisor` those of the newest loss, and
+    `begin_micro_batch` makes it an earlier one. After `end_step`, a loss sets the count again.
+    """
+
+    def __init__(self, update: Any) -> None:
+        self._update = update  # an `Update`, whose module imports this one
+        self.expected_total: float | None = None
+        """Planned total of counted items, equal on all workers. None: unknown."""
+        self.reset()
+
+    def reset(self) -> None:
+        self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
+        self.num_earlier = 0  # earlier micro-batches of the update that have one
+        self.lack_items = False  # on all workers, so that the next optimizer step is skipped
+        self.awaits_count = True  # the next loss sets the count of the micro-batch
+        self._count, self._items, self._items_so_far = LossCount(), 0.0, 0.0  # up to the newest
+        self._divisor = 1.0  # total or planned total of the newest losses
+
+    def begin_generation(self) -> None:
+        """Forget the expected total, because new workers must use the same number."""
+        self.expected_total = None
+
+    def begin_micro_batch(self) -> None:
+        self.num_earlier += self.has_loss
+        self.has_loss, self.awaits_count = False, True
+
+    def end_step(self) -> None:
+        # The next loss may be for another optimizer, and sets the count again. With earlier
+        # micro-batches, the losses of all optimizers share the count of the first.
+        self.awaits_count = self.awaits_count or not self.num_earlier
+
+    def skip_step_without_items(self, num_items: float) -> None:
+        """Skip the next step of an optimizer if the exchange has counted no items."""
+        self.lack_items = not num_items
+
+    @property
+    def uses_backward(self) -> bool:
+        """Whether user code has passed a loss of the update to `backward` of the operator."""
+        return self.has_loss or self.num_earlier > 0
+
+    @property
+    def counted_items(self) -> float | None:
+        """Items of the micro-batch, if user code has counted those of the newest loss."""
+        return None if self._count.num_items is None else self._items
+
+    def add(self, count: LossCount, averaging_size: int = 1, all_reduce: Reduce = float) -> Factors:
+        """Add a loss.
+
+        Raises:
+            ValueError: If another loss of the micro-batch has another count in an update of several
+                micro-batches, or if user code counts items only for some batches of an update.
+        """
+        update = self._update
+        if update.index < 0:  # a loop of user code, whose updates never open
+            self.reset()
+        self.has_loss = True
+        if count.is_sum:
+            self.lack_items = False
+            return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(averaging_size))
+        earlier = 1.0
+        # Whether workers communicate must not depend on the numbers.
+        if self.awaits_count or (count.num_items is not None and update.has_one_micro_batch):
+            earlier = self._set_divisor(count, averaging_size, all_reduce)
+        elif count.num_items not in (None, self._count.num_items):
+            raise ValueError(
+                f"backward(num_samples={count.num_items!r}) follows "
+                f"num_samples={self._count.num_items} for another loss of the same batch. With "
+                "accumulation or equal bits, pass the same number."
+            )
+        weight = self._items * averaging_size / self._divisor if self._items else 0.0
+        return Factors(earlier, weight)
+
+    def _set_divisor(self, count: LossCount, averaging_size: int, all_reduce: Reduce) -> float:
+        """Set the items and the divisor of the loss, and return the factor of earlier gradients."""
+        update = self._update
+        if self.num_earlier and (self._count.num_items is None) != (count.num_items is None):
+            raise ValueError(
+                "backward(num_samples=...) was passed for some batches of an accumulation "
+                "group. Pass it for all of them or for none."
+            )
+        self._count = count
+        micro_batch = update.micro_batch
+        items = micro_batch.num_samples if count.num_items is None else count.num_items
+        if items is None:
+            items = micro_batch.fraction
+        self._items = 0.0 if micro_batch.is_repeated else float(items)
+        self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
+        # An update of one micro-batch needs no plan.
+        is_single = update.has_one_micro_batch
+        planned = total = 0.0 if is_single else self._planned_total(averaging_size, all_reduce)
+        if update.in_last_micro_batch and not update.has_fixed_parts:
+            total = self._total(averaging_size, all_reduce)
+        if total or self.awaits_count:  # an earlier loss of the batch may have had items
+            self._divisor, self.lack_items = total, not total
+        self.awaits_count = False
+        if not (self.num_earlier and total) or math.isclose(total, planned, rel_tol=1e-12):
+            return 1.0
+        return planned / total
+
+    def _planned_total(self, averaging_size: int, all_reduce: Reduce) -> float:
+        plan: UpdatePlan = self._update.plan
+        if self._update.has_fixed_parts:
+            return float(plan.total_samples or 1)
+        if self._count.num_items is not None:
+            if self.expected_total is None:  # the first update of a generation
+                all_items = self._update.num_micro_batches * all_reduce(self._items)
+                self.expected_total = _power_of_two(all_items)
+            return self.expected_total
+        if plan.total_samples is None:
+            return float(plan.num_steps * averaging_size)
+        return plan.total_samples if averaging_size > 1 else plan.num_samples  # all, or its own
+
+    def _total(self, averaging_size: int, all_reduce: Reduce) -> float:
+        plan: UpdatePlan = self._update.plan
+        if self._count.num_items is not None:
+            total = all_reduce(self._items_so_far)
+            self.expected_total = _power_of_two(total)
+            return total
+        if averaging_size > 1 and plan.total_samples is not None:
+            return plan.total_samples
+        return self._items_so_far * averaging_size  # the mean of each worker weighs the same
+
+
+def _power_of_two(number: float) -> float:
+    """Return a power of two near a number. To multiply by it does not round."""
+    return 2.0 ** round(math.log2(number)) if number else 1.0
