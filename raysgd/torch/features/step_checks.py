@@ -51,7 +51,7 @@ class StepChecks(UpdateFeature):
     def before_commit(self, update: Update) -> None:
         """Reject an update of several micro-batches without a step of an optimizer."""
         if update.loss_weights.num_earlier and not update.optimizer_steps.counts:
-            self._reject("train_batch makes no update in the last batch of a group")
+            self._require_unsplit("train_batch makes no update in the last batch of a group")
 
     def commit(self, update: Update) -> None:
         self._watched.clear()
@@ -123,7 +123,7 @@ class StepChecks(UpdateFeature):
         counts_samples = count.num_items is None and not count.is_sum
         has_gap = update.loss_weights.num_earlier < update.index
         if has_gap and counts_samples and registered.exchange.averaging_size > 1:
-            self._reject(_NO_BACKWARD)
+            self._require_unsplit(_NO_BACKWARD)
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in registered.optimizers if self._watched else ():
@@ -144,7 +144,7 @@ class StepChecks(UpdateFeature):
     def before_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:
         losses = self._update.loss_weights
         if not is_first:  # request of a step in the micro-batch
-            self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
+            self._require_unsplit(f"train_batch steps the same {type(optimizer).__name__} twice")
         if _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
@@ -162,7 +162,7 @@ class StepChecks(UpdateFeature):
                 "optimizer.register_step_pre_hook(fn) in setup, before register."
             )
         if not losses.has_loss and (losses.num_earlier or _has_gradients(optimizer)):
-            self._reject(_NO_BACKWARD)
+            self._require_unsplit(_NO_BACKWARD)
 
     def check_direct_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reject ``optimizer.step()`` in user code that must call ``optimizer_step``."""
@@ -211,7 +211,8 @@ class StepChecks(UpdateFeature):
 
     # ---- errors
 
-    def _reject(self, why: str) -> None:
+    def _require_unsplit(self, why: str) -> None:
+        """Refuse to split the batch. Raise RuntimeError if the update has several parts."""
         self._refuse_split(why)
         if not self._update.has_one_micro_batch:
             num_batches = self._registered.accumulation_steps
