@@ -30,13 +30,13 @@ class StepLayout:
     def has_fixed_parts(self) -> bool:
         return bool(self.fixed_by)
 
-    def num_full_parts(self, num_workers: int) -> int:
-        """Return the number of parts that define the size of a step."""
+    def num_planned_parts(self, num_workers: int) -> int:
+        """Return the number of parts that a step is sized for."""
         return self.num_parts or num_workers
 
-    def num_current_parts(self, num_workers: int) -> int:
+    def num_trained_parts(self, num_workers: int) -> int:
         """Return the number of parts that `num_workers` workers train in a step."""
-        return self.num_full_parts(num_workers) if self.has_fixed_parts else num_workers
+        return self.num_planned_parts(num_workers) if self.has_fixed_parts else num_workers
 
 
 BY_WORKERS = StepLayout()
@@ -67,19 +67,19 @@ class EpochPartition:
     @functools.cached_property
     def step_size(self) -> int:
         """Samples of the whole group in a full step."""
-        num_parts = self.layout.num_full_parts(self.world_size)
+        num_parts = self.layout.num_planned_parts(self.world_size)
         return self.requested_batch_size or self.batch_size * num_parts
 
     @functools.cached_property
     def owned_parts(self) -> range:
         """The parts of each step that this worker trains one after the other."""
-        num_parts = self.layout.num_current_parts(self.world_size)
+        num_parts = self.layout.num_trained_parts(self.world_size)
         return range(*part_bounds(num_parts, self.world_size, self.rank, self.shares))
 
     @functools.cached_property
     def max_micro_batch_size(self) -> int:
         """Maximum number of samples that a worker with an even share processes at a time."""
-        return -(-self.step_size // self.layout.num_full_parts(self.world_size))
+        return -(-self.step_size // self.layout.num_planned_parts(self.world_size))
 
     def end(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
@@ -133,7 +133,7 @@ class EpochPartition:
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
         if self.layout.has_fixed_parts:
-            num_parts = self.layout.num_current_parts(self.world_size)
+            num_parts = self.layout.num_trained_parts(self.world_size)
             return [(*part_bounds(size, num_parts, i), i < size) for i in self.owned_parts]
         first, stop = part_bounds(size, self.world_size, self.rank, self.shares)
         number = self._num_micro_batches(size) if self.may_split else 1

@@ -368,6 +368,6 @@ class PartitionedSource(BatchSource):
 
     def describe(self) -> str:
         partition = self.partition
-        number = partition.layout.num_full_parts(partition.world_size)
+        number = partition.layout.num_planned_parts(partition.world_size)
         size = f"{partition.epoch_size} samples, batch size {partition.batch_size}"
         return f"{size} on each of {number} workers"

@@ -40,7 +40,7 @@ class Evaluation:
         if start is None or start[0] != request.call_number:
             offset = 0 if request.from_start else train_state.position.validation_offset
             start = call_record.call.last_validation = request.call_number, offset
-        source = train_state.data.lazy_source("validation")
+        source = train_state.data.source_or_missing("validation")
         if request.loader is not None:
             source = self._source_of(request.loader)
         offset = self._evaluate(source, start[1], request)
@@ -137,7 +137,7 @@ class Evaluation:
         Return None if reading a loader early would lose batches.
         """
         train_state = self._train_state
-        source = train_state.data.lazy_source("validation")
+        source = train_state.data.source_or_missing("validation")
         if isinstance(source.loader, Iterator):
             return None
         with (

@@ -292,7 +292,7 @@ class Loop:
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, then restore the state."""
         train_state = self.train_state
-        source, settings = train_state.data.lazy_source("train"), train_state.settings
+        source, settings = train_state.data.source_or_missing("train"), train_state.settings
         context, config_batch_size = settings.context, settings.config_batch_size
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it

@@ -74,7 +74,7 @@ class OperatorRunner(Runner, ABC):
         options = self._options
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, given = options.unpack()
-        num_parts = options.layout.num_full_parts(context.world_size)
+        num_parts = options.layout.num_planned_parts(context.world_size)
         config = worker_config(given, num_parts, copies=context.in_driver)
         sizes = {
             "config_batch_size": config.get(BATCH_SIZE),
@@ -85,7 +85,7 @@ class OperatorRunner(Runner, ABC):
     def _set_config_size(self, context: WorkerContext) -> None:
         settings, number = self._train_state.settings, context.world_size
         if settings.requested_batch_size is not None:
-            size = settings.requested_batch_size // self._options.layout.num_current_parts(number)
+            size = settings.requested_batch_size // self._options.layout.num_trained_parts(number)
             self.operator.config[BATCH_SIZE] = settings.config_batch_size = size
 
     def start_operator(self, operator: OperatorBase, state_access: StateAccess) -> None:

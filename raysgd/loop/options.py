@@ -80,7 +80,7 @@ class Options(ABC):
         )
         if config.get(BATCH_SIZE) is not None:
             argument = "num_shards" if self.layout.has_fixed_parts else "num_workers"
-            num_parts = self.layout.num_full_parts(num_workers)
+            num_parts = self.layout.num_planned_parts(num_workers)
             config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], num_parts, argument)
         check_choice(self.trainer_name, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer_name, "backend", self.backend, self.allowed_backends())

@@ -94,8 +94,8 @@ class DataSources(ABC):
             raise missing_loader_error(name)
         return self._sources[name]
 
-    def lazy_source(self, name: str) -> BatchSource:
-        """Return the source of a loader. Reading it raises an error if there is none."""
+    def source_or_missing(self, name: str) -> BatchSource:
+        """Return the source of a loader. If there is none, reading the source raises an error."""
         return self._sources[name] if self.has(name) else BatchSource(_raise_missing(name))
 
     def wrap_given(self, loader: Any) -> BatchSource:
@@ -118,7 +118,7 @@ class DataSources(ABC):
             self._sources[name] = source
             source.set_batch_size(dataset.batch_size, follows_config=False)
         self.trains_on = name
-        return self.lazy_source(name)
+        return self.source_or_missing(name)
 
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""
@@ -201,7 +201,7 @@ class DataSources(ABC):
     @property
     def training_source(self) -> BatchSource:
         """The source that the operator trains on."""
-        return self.lazy_source(self.trains_on)
+        return self.source_or_missing(self.trains_on)
 
     @property
     def knows_sizes(self) -> bool:

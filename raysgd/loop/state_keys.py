@@ -156,7 +156,7 @@ def load_state(
         incoming.receive(stops_at_target=True)
     position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
     if position.get("trains_on", "train") == "train":
-        train_state.data.lazy_source("train").check_resume_info(position.get("stream", {}))
+        train_state.data.source_or_missing("train").check_resume_info(position.get("stream", {}))
     context = train_state.context
     random_states = generators.loadable_states(position.get("rng", ()), context.world_size)
     with contextlib.ExitStack() as undoing:

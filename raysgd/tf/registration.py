@@ -113,7 +113,7 @@ def build_registered(train_state: KerasTrainState) -> None:
         )
     # `build` of a subclassed model may leave its layers unbuilt.
     if len(models) == 1 and not (models[0].built and models[0].weights):
-        sources = map(data.lazy_source, filter(data.has, ("train", "validation")))
+        sources = map(data.source, filter(data.has, ("train", "validation")))
         spec = next((source.batch_spec() for source in sources if source.is_partitioned), None)
         if spec is not None:
             features, *_ = keras.utils.unpack_x_y_sample_weight(spec)

@@ -148,7 +148,7 @@ class TorchOptions(Options):
             check_choice(self.trainer_name, "exact", self.exact, (None, "bits"))
         conflicts.check("equal bits", f"{self.trainer_name}(exact={self.exact!r})", self)
         set_fields(self, split_on_oom=False)  # micro-batches would change the result
-        if self.num_workers > self.layout.num_full_parts(self.num_workers):
+        if self.num_workers > self.layout.num_planned_parts(self.num_workers):
             raise ValueError(
                 f"{self.trainer_name}(num_workers={self.num_workers}, exact={self.exact!r}): each "
                 "worker trains at least one shard. Pass at most as many workers as shards."

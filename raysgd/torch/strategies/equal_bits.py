@@ -72,7 +72,7 @@ class EqualBitsExchange(GroupExchange):
     def __init__(self, registered: RegisteredObjects) -> None:
         super().__init__(registered)
         self._precision, self._update = registered.precision, registered.update
-        self._num_parts = registered.options.layout.num_full_parts(1)
+        self._num_parts = registered.options.layout.num_planned_parts(1)
         self._buffers, self._metrics = EqualBitsBuffers(registered), PartMetrics(registered)
         self._clear()
 
