@@ -84,12 +84,14 @@ class Update:
     ========================  ==========================  =========================================
     `begin_micro_batch`       loop/train_state            earlier gradients are out of ``.grad``
     `LossWeights.add`         torch/optimization          they return, and factors weight them and
-                                                          the loss. Workers average gradients in the
-                                                          last micro-batch: here, or before `begin`
+                                                          the loss, whose pass may average them
     `OptimizerSteps.request`  torch/optimization          ``requested`` has the optimizer. Before
                                                           the last micro-batch, the step ends here
+    `complete_gradients`      torch/optimization          the exchange averages what no pass has
+    `before_optimizer_step`   torch/optimization          features clip gradients, or `mark_bad`
     `mark_bad`                torch/features/bad_steps    no step is made, as without items on all
                                                           workers: ``lack_items`` is set
+    `precision.step`          torch/optimization          the optimizer steps, if nothing overflows
     `OptimizerSteps.begin`    torch/optimization          ``running_optimizer`` is it, as in
                                                           ``optimizer.step()`` of user code
     `OptimizerSteps.end`      torch/optimization          ``counts`` has the step, even if skipped
