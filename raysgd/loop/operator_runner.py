@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -32,8 +31,8 @@ from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
+from raysgd.loop.state import load_from_leader, load_state, read_state
 from raysgd.loop.state_access import StateAccess
-from raysgd.loop.state_keys import load_from_leader, load_state, read_state
 from raysgd.loop.train_state import RandomGenerators, TrainState
 
 logger = logging.getLogger(__name__)
@@ -214,7 +213,7 @@ class OperatorRunner(Runner, ABC):
                 case requests.SaveRequest():
                     state = {**self.state_dict(request.frozen), **request.driver_entries}
                     state["data"]["rng"] = request.generators
-                    write = functools.partial(write_state, state, request.label)
+                    write = partial(write_state, state, request.label)
                     return FileContent(write, manifest_entries(state))
                 case LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from raysgd.loop.train_state import TrainState
+from raysgd.loop.train_state import TrainState
 
 
 class StateAccess(ABC):

@@ -1,24 +1,46 @@
-"""The keys of the state of a trainer: what workers save, send, and load, and how it is checked.
+"""The state of a trainer: its keys, and how workers read, send, check, and load it.
 
-Files have the state between calls. A snapshot, from which new workers restart, also has the
-unfinished call. Features add keys to those of the models and optimizers, as schedulers and the loss
-scaler do.
+A file has the state between calls. A snapshot, from which new workers restart, also has the
+unfinished call. In a new generation, the leader sends its state. The numbers are the order in which
+`load_state` and `load_from_leader` load the entries:
+
+=================================  ======  ======  ===============================================
+entries                            state   leader  loaded by
+=================================  ======  ======  ===============================================
+``shards``                         1 s             `StateAccess.merge_shards`
+``operator``                       2       3       the operator's ``load_state_dict``
+models, optimizers, schedulers,    3       1       `StateAccess.load`, or its ``copy_from``
+``requires_grad``, of features
+buffers                            3       2       `StateAccess.load`, `UpdateFeature.receive`
+shards of models and optimizers    4       0 a     `StatePlacement.load_shards`, the same hook
+``why_not_split``                          0 a     `MicroBatching.refuse_split`
+``is_damaged``                             4       `Update.set_damaged`
+``call``                           5 s     7 a     `CallRecord.continue_call`
+``batching``                       6 s     8 a     `DataSources.set_batch_size`
+``module_modes``                   7 s     5       `StateAccess.set_module_modes`
+``data``, ``global_step``          8       6 a     `TrainState.load_position`
+``data["rng"]``                    9 f             `RandomGenerators.set`
+``fingerprint``                            9 a     compared by `DataSources`
+``parameters``                     0               compared by `StateAccess.check`
+`DRIVER_KEYS`                      f               the driver
+=================================  ======  ======  ===============================================
+
+f, s: only files or snapshots have it. a: all workers but the leader load it, also those that keep
+their own models. States of RaySGD have ``epoch`` instead of ``data``.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd.checkpoint.file import REQUIRED_KEYS, SHARDS
 from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from raysgd.loop.loop import Loop
-    from raysgd.loop.train_state import RandomGenerators
+from raysgd.loop.loop import Loop
+from raysgd.loop.train_state import RandomGenerators
 
 
 def entries_for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,27 +105,11 @@ def load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     The small entries arrive first, in one message of the leader. Models and optimizers follow if
     they differ, then buffers, and last shards, from all workers. ``batching``, ``why_not_split``,
     and shards are applied on arrival. The others are applied when all have arrived, because the
-    leader may be lost meanwhile, in this order:
-
-    ================================  ====================================  ==========
-    entry of the state                loaded by                             on
-    ================================  ====================================  ==========
-    schedulers, optimizers, models,   `StateAccess.copy_from`               followers
-    and the entries of features
-    buffers                           `UpdateFeature.receive`               followers
-    ``operator``                      the operator's ``load_state_dict``    followers
-    ``is_damaged``                    `Update`                              followers
-    ``module_modes``                  `StateAccess.set_module_modes`        followers
-    ``data``, ``global_step``         `TrainState.load_position`            all others
-    ``call``                          `CallRecord.continue_call`            all others
-    ``batching``, ``fingerprint``     `DataSources`, after the hook         all others
-                                      ``on_world_change``
-    ================================  ====================================  ==========
+    leader may be lost meanwhile. `OperatorRunner.rejoin` does 8 and 9 after ``on_world_change``.
 
     New workers follow the leader. If models are replicated, all others do. Otherwise, survivors
     keep their own models. The leader does not send snapshots, generators of random numbers, and
-    metrics, except those that equal bits share. A restart from a snapshot loads ``operator`` first,
-    see `load_state`.
+    metrics, except those that equal bits share.
     """
     train_state, group = loop.train_state, loop.train_state.collectives
     is_leader = train_state.context.world_rank == leader_rank
@@ -128,21 +134,8 @@ def load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
 def load_state(
     loop: Loop, generators: RandomGenerators, state: dict[str, Any], incoming: IncomingValue | None
 ) -> None:
-    """Load a state. Receive its large arrays late, in the memory of the training state.
-
-    After the checks, its entries are loaded in this order:
-
-    ========================================  ==============================================
-    ``shards``, only of snapshots             `StateAccess.merge_shards`, before the checks
-    ``operator``                              the operator's ``load_state_dict``
-    models, optimizers, and of features       `StateAccess.load`
-    shards of models and optimizers           `StatePlacement.load_shards`
-    ``call``, ``batching``, ``module_modes``  as in `load_from_leader`, only of snapshots
-    ``data``, ``global_step``                 `TrainState.load_position`
-    ``data["rng"]``                           `RandomGenerators.set`
-    ========================================  ==============================================
-    """
-    train_state, state_access = loop.train_state, loop.state_access
+    """Load a state. Receive its large arrays late, in the memory of the training state."""
+    train_state, state_access, operator = loop.train_state, loop.state_access, loop.operator
     if SHARDS in state:  # of all workers, in a snapshot
         if incoming is not None:
             incoming.receive()
@@ -161,10 +154,8 @@ def load_state(
     random_states = generators.loadable_states(position.get("rng", ()), context.world_size)
     with contextlib.ExitStack() as undoing:
         if "operator" in state:
-            operator_state = map_leaves(loop.operator.state_dict(), train_state.copy_leaf)
-            undoing.enter_context(
-                load_or_restore(loop.operator, operator_state, state["operator"], "operator")
-            )
+            old, new = map_leaves(operator.state_dict(), train_state.copy_leaf), state["operator"]
+            undoing.enter_context(load_or_restore(operator, old, new, "operator"))
         if incoming is not None and incoming.targets:
             train_state.update.set_damaged(True)
             incoming.receive()
@@ -226,12 +217,8 @@ def check_state(state: Mapping[str, Any]) -> None:
     missing = [k for k in REQUIRED_KEYS if not isinstance(state, Mapping) or k not in state]
     if missing:
         raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-    checks = {
-        "epoch": _check_count,
-        "global_step": _check_count,
-        "data": _check_position,
-        "bad_steps": _check_dict,
-    }
-    for key, check in {**checks, **dict.fromkeys(DRIVER_KEYS, _check_dict)}.items():
+    checks = dict.fromkeys(("epoch", "global_step"), _check_count) | {"data": _check_position}
+    checks |= dict.fromkeys(("bad_steps", *DRIVER_KEYS), _check_dict)
+    for key, check in checks.items():
         if key in state:
             check(key, state[key])
