@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from raysgd._internal.context import WorkerContext
@@ -16,12 +15,11 @@ from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
 from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.operator_runner import OperatorRunner
-from raysgd.loop.train_state import RandomGenerators
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
-from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.strategies.replicated_model import is_ddp
+from raysgd.torch.train_state import TorchRandomGenerators, TorchStateAccess
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable that cuBLAS reads when PyTorch first uses it."""
@@ -100,26 +98,6 @@ class TorchRunner(OperatorRunner):
         loop.call_record.call.scheduler_call = call_number
         loop.snapshots.clear(outdated=True)
         loop.snapshots.take_if_due()
-
-
-class TorchRandomGenerators(RandomGenerators):
-    """The random number generators of Python, NumPy, and PyTorch."""
-
-    def state(self) -> dict[str, Any]:
-        state = super().state()
-        kind, keys, *rest = state["numpy"]
-        # Use a tensor, because `weights_only` loading rejects arrays.
-        state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
-        state["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
-
-    def set(self, state: Mapping[str, Any]) -> None:
-        super().set(state)
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
 
 
 def build_operator(
