@@ -20,7 +20,6 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess, check_objects
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import RandomGenerators, TrainState
-from raysgd.torch.digests import state_digest
 from raysgd.torch.features.frozen_parameters import FROZEN_KEY
 from raysgd.torch.features.micro_batching import num_rows
 from raysgd.torch.input.sources import TorchSources
@@ -36,7 +35,7 @@ from raysgd.torch.options import TorchSettings
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.replicated_model import grad_flags, set_grad_flags, user_module
 from raysgd.torch.strategies.shards import merge_shards
-from raysgd.torch.tensors import copy_leaf, copy_to_cpu, parameters_of, version_of
+from raysgd.torch.tensors import copy_leaf, copy_to_cpu, parameters_of, state_digest, version_of
 
 _KEPT = (
     "frozen=False: %s of model %d is saved, although it is frozen, because it has changed since "

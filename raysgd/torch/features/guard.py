@@ -13,12 +13,11 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import differing, format_values, hash_of, minority_of, name_workers
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
 from raysgd.torch.options import Guard
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.tensors import arithmetic_of
+from raysgd.torch.tensors import arithmetic_of, digest_of, has_bits
 
 _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""

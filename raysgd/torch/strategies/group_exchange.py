@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.digests import state_digest
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.tensors import parameters_of
+from raysgd.torch.tensors import parameters_of, state_digest
 
 
 class GroupExchange(GradientExchange):

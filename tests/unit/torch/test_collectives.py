@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raysgd.torch import collectives
 from raysgd.torch.collectives import TorchCollectives
-from raysgd.torch.digests import state_digest
+from raysgd.torch.tensors import state_digest
 from tests.conftest import import_horovod, run_ranks
 
 GROUP = TorchCollectives(torch.device("cpu"))

@@ -15,11 +15,11 @@ from raysgd.callbacks import EMA
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.torch.collectives import TorchCollectives
-from raysgd.torch.digests import state_digest
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies import replicated_model
+from raysgd.torch.tensors import state_digest
 from tests.operators import local
 
 X = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
