@@ -16,21 +16,22 @@ _ONCE = (
     "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
     "batch, after all losses of the batch."
 )
-UPDATE_HOOKS = (
-    "begin_update",
-    "begin_micro_batch",
-    "filter_loss",
-    "before_optimizer_step",
-    "before_commit",
-    "commit",
-)
-"""Hooks that each update calls, and only for the features that override them."""
 
 
 class UpdateFeature:
     """The base class of training features. By default, each hook does nothing.
 
-    A `TrainState` calls its features in order. `raysgd.loop.update` shows the hooks of an update.
+    A `TrainState` calls its features in order. `raysgd.loop.update` shows an update in detail:
+
+    ===================  =======================================================================
+    an update            `begin_update`, `begin_micro_batch`, `filter_loss` for each loss,
+                         `before_optimizer_step`, `before_commit`, and `commit`; or `roll_back`
+    a call of ``train``  `check_trained`, `begin_call`, updates with `step_metrics` at log points,
+                         `end_epoch`, `check_trained`, `end_call`, and `sync_buffers`
+    a generation         `sync_initial_state` in the first, else `begin_generation` and `receive`
+    a state              `before_export`, `state_dict`; `check_state`, `load_state_dict`
+    ===================  =======================================================================
+
     Only PyTorch calls `filter_loss`, `before_optimizer_step`, `receive`, `user_settings`, and the
     methods of states. Besides its own hooks and attributes, a feature may use, in PyTorch by
     `RegisteredObjects`:
@@ -55,10 +56,7 @@ class UpdateFeature:
         """Copy the registered objects of rank 0 to all ranks. Every rank must call this."""
 
     def begin_generation(self) -> None:
-        """Prepare for a generation that follows ``setup``, and for its process group.
-
-        The first generation forms before ``setup``, and calls `sync_initial_state` instead.
-        """
+        """Prepare for a generation that forms after ``setup``, and for its process group."""
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
         """Receive state of the leader that the training state lacks. Every rank must call this.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import UPDATE_HOOKS, MicroBatching, UpdateFeature
+from raysgd.loop.feature import MicroBatching, UpdateFeature
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.state_placement import StatePlacement
@@ -71,8 +72,8 @@ class TrainState(ABC):
         self.optimizers: list[Any] = []  # that are registered
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.features: list[UpdateFeature] = []
-        self.features_with: dict[str, list[UpdateFeature]] = {hook: [] for hook in UPDATE_HOOKS}
-        """The features that override a hook of an update, by the name of the hook."""
+        self.features_with: defaultdict[str, list[UpdateFeature]] = defaultdict(list)
+        """The features that override a hook, by its name. Updates call only these."""
         self.modes_before: list[tuple[Any, bool]] = []
         """Modules with their train or eval modes before the first evaluation since training."""
 
@@ -81,9 +82,8 @@ class TrainState(ABC):
     def set_features(self, features: Sequence[UpdateFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
         self.features[:] = features
-        for hook in UPDATE_HOOKS:
-            base = getattr(UpdateFeature, hook)
-            self.features_with[hook] = [f for f in features if getattr(type(f), hook) is not base]
+        for name, hook in vars(UpdateFeature).items():
+            self.features_with[name] = [f for f in features if getattr(type(f), name) is not hook]
 
     # ---- position
 

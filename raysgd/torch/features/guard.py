@@ -67,8 +67,7 @@ class ReplicaGuard(UpdateFeature):
     def sync_initial_state(self) -> None:
         self._contents.record_buffers()
 
-    def sync_buffers(self) -> None:
-        self._contents.record_buffers()
+    sync_buffers = sync_initial_state
 
     def begin_generation(self) -> None:
         self._is_due = self._is_new = True
