@@ -22,7 +22,7 @@ from raysgd.driver.properties import argument
 from raysgd.driver.state import StateTransfer
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
-from raysgd.torch import optimizer_options
+from raysgd.torch import object_states
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import BadSteps, EqualBits, Guard, TorchOptions, without_old_arguments
 from raysgd.torch.runner import TorchRunner
@@ -98,7 +98,7 @@ class TorchTrainer(OperatorTrainer):
     """
 
     _options_cls = TorchOptions
-    _optimizer_options = optimizer_options
+    _optimizer_options = object_states
     _transfer_cls = TorchStateTransfer
 
     def __init__(

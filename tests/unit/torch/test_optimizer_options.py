@@ -9,7 +9,7 @@ import torch
 from raysgd import TrainingOperator
 from raysgd.loop.operator_base import has_validation_loader
 from raysgd.testing import run_operator
-from raysgd.torch.optimizer_options import initial_options, rescale_options
+from raysgd.torch.object_states import initial_options, rescale_options
 from raysgd.torch.train_state import TorchStateAccess
 from tests.operators import Classifier
 
