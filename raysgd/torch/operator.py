@@ -45,8 +45,8 @@ from raysgd.torch.input.batches import (
 from raysgd.torch.optimization import as_count, count_of, ignored_index
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
-from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.wrappers import user_module
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
 

@@ -36,8 +36,8 @@ from raysgd.loop.update import Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.input.batches import IGNORED, ONE_ELEMENT
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
+from raysgd.torch.wrappers import user_module
 
 _PYTORCH = ("torch.nn.modules.loss", "torch.nn.functional")
 _CLASS_LOSSES = (

@@ -18,8 +18,8 @@ from raysgd.loop.operator_runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
-from raysgd.torch.strategies.replicated_model import is_ddp
 from raysgd.torch.train_state import TorchRandomGenerators, TorchStateAccess
+from raysgd.torch.wrappers import is_ddp
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable that cuBLAS reads when PyTorch first uses it."""

@@ -33,9 +33,10 @@ from raysgd.torch.object_states import (
 )
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.replicated_model import grad_flags, set_grad_flags, user_module
+from raysgd.torch.strategies.replicated_model import grad_flags, set_grad_flags
 from raysgd.torch.strategies.shards import merge_shards
 from raysgd.torch.tensors import copy_leaf, copy_to_cpu, parameters_of, state_digest, version_of
+from raysgd.torch.wrappers import user_module
 
 _KEPT = (
     "frozen=False: %s of model %d is saved, although it is frozen, because it has changed since "

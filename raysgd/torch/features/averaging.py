@@ -18,8 +18,8 @@ from raysgd.loop.update import Update
 from raysgd.torch.object_states import model_problem
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
-from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.tensors import copy_all, parameters_of
+from raysgd.torch.wrappers import user_module
 
 
 class WeightAveraging(UpdateFeature):

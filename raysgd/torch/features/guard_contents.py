@@ -15,8 +15,9 @@ import torch
 
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.replicated_model import is_ddp, running_statistics, user_module
+from raysgd.torch.strategies.replicated_model import running_statistics
 from raysgd.torch.tensors import TensorVersions, renormalized_weights
+from raysgd.torch.wrappers import is_ddp, user_module
 
 Content = tuple[str, str, Any]
 """The kind "options", "tensors", or "buffers"; a name; and the value, None for a buffer that does

@@ -10,8 +10,8 @@ from raysgd._internal.arguments import is_number
 from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.register_checks import attributes_of, is_metric
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies.replicated_model import user_module
 from raysgd.torch.tensors import version_of
+from raysgd.torch.wrappers import user_module
 
 
 def _key(value: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from raysgd.torch.strategies.replicated_model import is_compiled, is_ddp
+from raysgd.torch.wrappers import is_compiled, is_ddp
 
 
 def check(

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.tensors import parameters_of, state_digest
+from raysgd.torch.wrappers import is_compiled, without_ddp
 
 
 class GroupExchange(GradientExchange):
@@ -25,7 +25,7 @@ class GroupExchange(GradientExchange):
     @property
     def needs_warm_up(self) -> bool:  # type: ignore[override]
         models, device = self._registered.models, self._registered.device
-        return device.type == "cuda" or any(map(replicated_model.is_compiled, models))
+        return device.type == "cuda" or any(map(is_compiled, models))
 
     @property
     def averaging_size(self) -> int:  # type: ignore[override]
@@ -42,7 +42,7 @@ class GroupExchange(GradientExchange):
         self._registered.models = [wrapped.get(id(model), model) for model in models]
 
     def check_trained(self) -> None:
-        models = list(map(replicated_model.without_ddp, self._registered.models))
+        models = list(map(without_ddp, self._registered.models))
         dtypes = self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them
             stepped = [p for each in self._registered.optimizers for p in parameters_of(each)]

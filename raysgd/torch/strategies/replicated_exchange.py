@@ -19,8 +19,9 @@ from raysgd.torch.collectives import average_gradients
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.group_exchange import GroupExchange, broadcast_models
-from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version, is_ddp
+from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version
 from raysgd.torch.tensors import backward_pass_number, parameters_of
+from raysgd.torch.wrappers import is_ddp
 
 
 class OwnModels(StatePlacement):

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal import step_timing
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.tensors import call_after_backward, leaves_in, version_of
+from raysgd.torch.wrappers import uncompiled
 
 _pass_numbers = itertools.count()
 
@@ -259,12 +260,6 @@ class BackwardPasses:
             )
 
 
-def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that ``torch.compile`` has wrapped, or `module` itself."""
-    wrapped: torch.nn.Module = getattr(module, "_orig_mod", module)
-    return wrapped
-
-
 def is_trainable(parameter: torch.nn.Parameter) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
@@ -313,22 +308,6 @@ def only_running_statistics(model: torch.nn.Module) -> bool:
     )
 
 
-def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of DistributedDataParallel, or `model` itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def user_module(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's module, without DistributedDataParallel and torch.compile."""
-    return uncompiled(without_ddp(model))
-
-
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile``, or ``compile()`` of a module, compiles parts of `model`."""
-    has_own = any(module._compiled_call_impl is not None for module in model.modules())
-    return has_own or user_module(model) is not without_ddp(model)
-
-
 def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the buffers of batch normalization in `model`.
 
@@ -340,10 +319,6 @@ def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
         if isinstance(module, _BatchNorm)
         for buffer in module.buffers(recurse=False)
     ]
-
-
-def is_ddp(model: torch.nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel)
 
 
 def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -> str:
