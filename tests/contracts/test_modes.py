@@ -13,8 +13,8 @@ ROOT = Path(raysgd.__file__).parents[1]
 # Such as sharding, equal bits, and Horovod. Files, strings of messages, and docs count too.
 WORDS = re.compile(
     r"\b(num_shards|is_sharded|fully_sharded|use_horovod"
-    r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|EqualBits\w*|FullySharded\w*|ShardedOptimizers?|OptimizerShards"
-    r"|HorovodExchange|ReplicatedExchange|UserWrappedExchange|OwnModels)\b"
+    r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|EqualBits\w*|FullySharded\w*|ShardedPlacement|OptimizerShards"
+    r"|HorovodExchange|ReplicatedExchange|UserWrappedExchange|OwnModelsPlacement)\b"
 )
 ALLOWED = re.compile(
     r"torch/strategies/|(loop|torch|tf)/options\.py|(torch|tf)/trainer\.py"

@@ -1,7 +1,7 @@
 """Shard parameters, gradients, and optimizer state over the workers: ``sharding="full"``.
 
 PyTorch's ``fully_shard`` gathers parameters before a module needs them, and reduces the gradients
-to each worker's rows. `FullyShardedExchange` uses these rows. `FullyShardedModel` extends
+to each worker's rows. `FullyShardedExchange` uses these rows. `FullyShardedPlacement` extends
 `OptimizerShards`, and also shards the parameters.
 """
 
@@ -31,7 +31,7 @@ from raysgd.torch.strategies.shards import Piece, SavedPiece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu
 
 
-class FullyShardedModel(OptimizerShards, StatePlacement):
+class FullyShardedPlacement(OptimizerShards, StatePlacement):
     """Shards models and their optimizer: a `StatePlacement`, and the only feature that it lists.
 
     A worker sends its gradients to the workers that hold copies of its shard, so that these workers

@@ -24,7 +24,7 @@ from raysgd.torch.tensors import backward_pass_number, parameters_of
 from raysgd.torch.wrappers import is_ddp
 
 
-class OwnModels(StatePlacement):
+class OwnModelsPlacement(StatePlacement):
     """Each worker keeps its own models, unless user code has wrapped some of them."""
 
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:

@@ -376,7 +376,7 @@ class OptimizerShards(UpdateFeature):
         return piece.param_index, start, stop, piece.version, state, values, base
 
 
-class ShardedOptimizers(StatePlacement):
+class ShardedPlacement(StatePlacement):
     """Several sharded optimizers. Every worker has the complete models."""
 
     def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:

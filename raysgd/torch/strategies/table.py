@@ -8,13 +8,11 @@ mode        `replicates`  `is_unsharded`, for  `is_complete`  `keeps_all_equal` 
 equal bits  yes           all                  yes            yes                1: adds up
 one worker  yes           all                  yes            no                 1
 Horovod     yes           all                  yes            yes                all workers
-own models  if wrapped    all                  yes            no                 all if wrapped or 1
+own models  if wrapped    all                  yes            no                 all workers, or 1
 replicated  yes           all                  yes            yes                all workers
 optimizer   yes           models               no             yes                all workers
 full        yes           nothing              no             yes                all workers
 ==========  ============  ===================  =============  =================  ===================
-
-Wrapped: user code has wrapped a model in DistributedDataParallel. `is_complete` is of `held_state`.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from raysgd.torch.strategies.equal_bits import EqualBitsExchange
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.horovod import HorovodExchange
 from raysgd.torch.strategies.replicated_exchange import (
-    OwnModels,
+    OwnModelsPlacement,
     ReplicatedExchange,
     UserWrappedExchange,
 )
-from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizers
+from raysgd.torch.strategies.sharded_optimizer import ShardedPlacement
 
 
 class Strategy(NamedTuple):
@@ -74,12 +72,12 @@ STRATEGIES = {
     "equal bits": Strategy(EqualBitsExchange),
     "one worker": Strategy(UserWrappedExchange),
     "Horovod": Strategy(HorovodExchange),
-    "own models": Strategy(UserWrappedExchange, OwnModels),
+    "own models": Strategy(UserWrappedExchange, OwnModelsPlacement),
     "replicated": Strategy(ReplicatedExchange),
-    "optimizer": Strategy(ReplicatedExchange, ShardedOptimizers, ("copies",), check_shardable),
+    "optimizer": Strategy(ReplicatedExchange, ShardedPlacement, ("copies",), check_shardable),
     "full": Strategy(
         lambda registered: _fully_sharded().FullyShardedExchange(registered),
-        lambda *arguments: _fully_sharded().FullyShardedModel(*arguments),
+        lambda *arguments: _fully_sharded().FullyShardedPlacement(*arguments),
         sharding_args=("copies", "wrap"),
         check=check_fully_shardable,
         keeps_parameters=True,
