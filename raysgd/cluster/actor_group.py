@@ -35,7 +35,7 @@ class ActorGroup:
         self.notices = PreemptionNotices(self.clock)
         self._spare_slots: list[Slot] = []  # slots requested for workers that may soon be lost
         self._reservation: Reservation | None = None
-        self._local: LocalSlot | None = None
+        self._local_slot: LocalSlot | None = None
         self._slots: dict[WorkerHandle, AnySlot] = {}
         self._monitor: HostMonitor | None = None
         self._shutdown_lock = threading.RLock()
@@ -46,7 +46,7 @@ class ActorGroup:
         options = self.options
         self._is_wanted = True
         if options.use_local:
-            self._local = LocalSlot()
+            self._local_slot = LocalSlot()
         if not options.is_inline:
             num_local = int(options.use_local)
             self._reservation = self._reserve(
@@ -135,7 +135,7 @@ class ActorGroup:
 
         Request missing slots if `request` is true or slots were lost.
         """
-        slots: list[AnySlot] = [] if self._local is None else [self._local]
+        slots: list[AnySlot] = [] if self._local_slot is None else [self._local_slot]
         taken, nodes = list(self._slots.values()), self.notices.nodes
         if (reservation := self._reservation) is not None:
             num_before = len(reservation.slots)
@@ -150,7 +150,7 @@ class ActorGroup:
 
     def _request_missing(self, reservation: Reservation, num_unsafe: int) -> None:
         """Request slots for missing workers, and spare ones for slots that may soon be lost."""
-        num_workers = self.options.num_workers - (self._local is not None)
+        num_workers = self.options.num_workers - (self._local_slot is not None)
         num_unsafe += len(self.preempted())
         while len(reservation.slots) < num_workers + num_unsafe:
             slot = reservation.request_slot(self.options.bundle)
@@ -231,7 +231,7 @@ class ActorGroup:
                     member.kill_process()  # Ray considers the worker dead already
                 else:
                     member.kill()
-            reservation, self._reservation, self._local = self._reservation, None, None
+            reservation, self._reservation, self._local_slot = self._reservation, None, None
             if self._monitor is not None:
                 self._monitor.close()
             if reservation is not None:

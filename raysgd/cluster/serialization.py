@@ -181,7 +181,7 @@ def _pickler(portable: bool) -> Any:
             torch = sys.modules.get("torch")
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
                 flat = obj.reshape(-1).view(torch.uint8).numpy()
-                return _tensor, (flat, obj.dtype, tuple(obj.shape))
+                return _restore_tensor, (flat, obj.dtype, tuple(obj.shape))
             if torch is not None and type(obj) is torch.Tensor and _is_of_newer_dtype(obj, torch):
                 integers = obj.view(getattr(torch, f"int{8 * obj.itemsize}"))
                 return operator.methodcaller("view", obj.dtype), (integers,)
@@ -215,7 +215,7 @@ def _is_of_newer_dtype(tensor: Any, torch: Any) -> bool:
     return is_strided and not (known or tensor.requires_grad or tensor.is_conj())
 
 
-def _tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+def _restore_tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     import torch
 
     own = flat if flat.flags.writeable else flat.copy()  # processes share read-only memory

@@ -107,13 +107,13 @@ class ActorHandle(WorkerHandle):
         self.location = location
         if (monitor := self._monitor) is None:
             return
-        if (watch := monitor.watch(location.node_ip, self._fail)) is not None:
+        if (watch := monitor.watch(location.node_ip, self._fail_calls)) is not None:
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.interrupts_calls)
             answer = self.submit_control(Worker.watch_driver, *arguments)
             answer.add_done_callback(monitor.warn_if_unwatched)
 
-    def _fail(self, error: HostError) -> None:
+    def _fail_calls(self, error: HostError) -> None:
         """Fail all current and later calls."""
         self._host_error = error
         with contextlib.suppress(KeyError):  # no call is left
@@ -136,7 +136,7 @@ class ActorHandle(WorkerHandle):
         waiting: Future[Any] = Future()
         self._unanswered[waiting] = None
         if self._host_error is not None:
-            self._fail(self._host_error)
+            self._fail_calls(self._host_error)
 
         def pass_on(answer: Future[Any]) -> None:
             if self._unanswered.pop(waiting, waiting) is waiting:
@@ -187,7 +187,7 @@ class ActorHandle(WorkerHandle):
         self._check_callable()
         self.actor.__ray_terminate__.remote()
         # Ray reports the end of an actor before its exit handlers run.
-        return self._on_node(_await_end, timeout_s)
+        return self._run_on_node(_await_exit, timeout_s)
 
     def kill_process(self) -> None:
         if self._host_error is None:
@@ -197,15 +197,15 @@ class ActorHandle(WorkerHandle):
 
     def signal(self, number: int) -> bool:
         try:
-            self._on_node(_send_signal, number).result(_SIGNAL_S)
+            self._run_on_node(_send_signal, number).result(_SIGNAL_S)
         except ProcessLookupError:
             return False
         return True
 
     def ask_if_stopped(self) -> Future[bool]:
-        return self._on_node(_is_stopped)
+        return self._run_on_node(_is_stopped)
 
-    def _on_node(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def _run_on_node(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call a function with the worker's process ID on the worker's node.
 
         A thread waits for the call, because no Ray task starts while the Ray head is silent.
@@ -275,7 +275,7 @@ def _send_signal(pid: int, number: int) -> None:
     os.kill(pid, number)  # Ray cannot send os.kill itself, because it is not a Python function
 
 
-def _await_end(pid: int, timeout_s: float) -> bool:
+def _await_exit(pid: int, timeout_s: float) -> bool:
     try:
         psutil.Process(pid).wait(timeout_s)
     except psutil.TimeoutExpired:

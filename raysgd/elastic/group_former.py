@@ -88,7 +88,7 @@ class GroupFormer:
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
             return state_machine.FormingFailed(error=error)
-        self._adopt(next_members, joining, began)
+        self._replace_members(next_members, joining, began)
         for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
             logger.warning("%s", warning)
         return state_machine.GroupFormed()
@@ -108,7 +108,7 @@ class GroupFormer:
                 if (shards := outcome.unpack()) is not None:
                     self._rpc.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
 
-    def _adopt(
+    def _replace_members(
         self, next_members: Sequence[WorkerHandle], joining: Sequence[WorkerHandle], began: float
     ) -> None:
         """Make a new generation the group, and release the workers that leave."""

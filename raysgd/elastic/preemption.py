@@ -26,7 +26,7 @@ class PreemptionMonitor:
     _record: GroupRecord
     _can_join: bool
     _step_s: float = 0.0
-    _reported: set[WorkerHandle] = field(default_factory=set)
+    _announced: set[WorkerHandle] = field(default_factory=set)
     must_save: bool = False
     """Whether to save soon: workers leave before any worker can replace them.
 
@@ -61,20 +61,20 @@ class PreemptionMonitor:
             if each.process.terminated_s is not None:
                 self._group.notices.record_sigterm(member, each.process.terminated_s)
         preempted = self._group.preempted()
-        news = {member: preempted[member] for member in preempted if member not in self._reported}
-        self._reported = set(preempted)
+        news = {member: preempted[member] for member in preempted if member not in self._announced}
+        self._announced = set(preempted)
         for notice in dict.fromkeys(news.values()):
             concerned = [member for member in news if news[member] == notice]
             left_s = max(0.0, notice.deadline - self._group.clock.time())
             seconds = left_s if math.isfinite(left_s) else 0.0
             self._record.add_event("draining", concerned, cause=notice.cause, seconds=seconds)
         if news:
-            is_urgent = any(notice.deadline <= self._soon for notice in news.values())
+            is_urgent = any(notice.deadline <= self._urgent_until for notice in news.values())
             num_staying = len(self._group.members) - len(preempted)
             self.must_save |= is_urgent or num_staying < max(1, self._group.options.min_workers)
 
     @property
-    def _soon(self) -> float:
+    def _urgent_until(self) -> float:
         return self._group.clock.time() + _LEAVE_S + 4 * self._step_s
 
     def due_to_leave(self, num_ready: int) -> list[WorkerHandle]:
@@ -86,7 +86,7 @@ class PreemptionMonitor:
         """
         preempted = self._group.preempted() if self._can_join else {}
         in_order = sorted(preempted, key=lambda member: preempted[member].deadline)
-        due = [m for m in in_order[num_ready:] if preempted[m].deadline <= self._soon]
+        due = [m for m in in_order[num_ready:] if preempted[m].deadline <= self._urgent_until]
         num_workers = len(self._group.members)
         most = min(num_workers + num_ready - self._group.options.min_workers, num_workers - 1)
         if num_workers == 1:

@@ -51,8 +51,8 @@ class HealthMonitor:
 
     def __post_init__(self) -> None:
         self._progressed_at = self.clock.monotonic()  # or infinity after a log
-        self._seen: dict[WorkerHandle, ReportedPosition] = {}
-        self._waiting: dict[WorkerHandle, int | None] = {}
+        self._positions: dict[WorkerHandle, ReportedPosition] = {}
+        self._collectives: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
 
     def find_deadlock(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
@@ -67,9 +67,9 @@ class HealthMonitor:
         # A worker that has returned may have started a collective that is still running.
         are_idle = all(p.blocked_on_driver and p.collective is None for p in returned.values())
         if not (returned and are_idle) or None in waiting.values():
-            self._waiting = {}
-        elif waiting != self._waiting:
-            self._waiting, self._waiting_since = waiting, now
+            self._collectives = {}
+        elif waiting != self._collectives:
+            self._collectives, self._waiting_since = waiting, now
         elif now - self._waiting_since >= _BLOCKED_S:
             return (
                 f"Workers {list_ranks(self.ranks, waiting)} wait in a collective for workers "
@@ -83,8 +83,8 @@ class HealthMonitor:
         """Log the stacks of all workers if no batch has finished for long."""
         seen = {member: each.position for member, each in progress.items()}
         now = self.clock.monotonic()
-        if any(seen[member] != self._seen.get(member) for member in seen):
-            self._seen, self._progressed_at = {**self._seen, **seen}, now
+        if any(seen[member] != self._positions.get(member) for member in seen):
+            self._positions, self._progressed_at = {**self._positions, **seen}, now
         waited_s = now - self._progressed_at
         if waited_s >= _STANDSTILL_S:
             self._progressed_at = math.inf

@@ -86,7 +86,7 @@ def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
     done = member.submit_work(Worker.handle)
     pending = [member.submit_control(method) for method in (Worker.progress, Worker.stacks)]
     answers[0].set_result(7)
-    member._fail(HostError("gone"))
+    member._fail_calls(HostError("gone"))
     answers[1].set_result(8)  # too late
     assert done.result() == 7
     for answer in (*pending, member.submit_work(Worker.handle)):
