@@ -81,9 +81,9 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
             data, sizes = pickle.loads(await messages.receive(connection))
             try:
                 if self._open_file is None:
-                    received = await _in_memory(connection, data, sizes)
+                    received = await _to_memory(connection, data, sizes)
                 else:
-                    received = await _in_file(connection, data, sizes, self._open_file)
+                    received = await _to_file(connection, data, sizes, self._open_file)
             except StorageError as error:
                 self._error = error
                 raise EOFError from error
@@ -106,7 +106,7 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
             raise self._error from None
 
 
-async def _in_memory(connection: socket.socket, data: bytes, sizes: Sequence[int]) -> PackedValue:
+async def _to_memory(connection: socket.socket, data: bytes, sizes: Sequence[int]) -> PackedValue:
     loop, buffers = asyncio.get_running_loop(), _allocate(sizes)
     for buffer in buffers:
         unfilled = memoryview(buffer.base)
@@ -118,7 +118,7 @@ async def _in_memory(connection: socket.socket, data: bytes, sizes: Sequence[int
     return PackedValue(data, lambda: buffers)
 
 
-async def _in_file(
+async def _to_file(
     connection: socket.socket, data: bytes, sizes: Sequence[int], open_file: Callable[[], Any]
 ) -> PackedValue:
     loop, chunk = asyncio.get_running_loop(), memoryview(bytearray(_CHUNK_BYTES))

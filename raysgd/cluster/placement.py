@@ -267,7 +267,7 @@ def _reserve_within(
 ) -> Reservation:
     """Reserve resources in the placement group of the caller, which never grows."""
     held = ray.get_runtime_context().worker.core_worker.resource_ids()
-    unused = _subtract(group.bundle_specs, held)
+    unused = _unused_resources(group.bundle_specs, held)
     num_fitting = sum(workers_that_fit(each, bundle) for each in unused)
     if num_fitting < min_workers:
         raise InsufficientResourcesError(
@@ -286,7 +286,7 @@ def _warn_of_missing(number: int, wanted: int, bundle: Mapping[str, float], wher
         logger.warning(text, number, wanted, _format(bundle), where)
 
 
-def _subtract(
+def _unused_resources(
     bundles: Iterable[Mapping[str, float]], held: Mapping[str, Sequence[tuple[int, float]]]
 ) -> list[dict[str, float]]:
     """Return the resources of each bundle of a placement group that a process does not hold.

@@ -71,7 +71,7 @@ def test_workers_use_a_placement_group_that_captures_child_tasks(monkeypatch, ca
 def test_resources_of_the_caller_are_subtracted_from_their_bundle():
     held = {name: [(0, 0.5), (1, 0.5)] for name in ("CPU_group_1_0a", "CPU_group_0a")}
     held |= {"bundle_group_0_0a": [(0, 0.001)]}
-    left = placement._subtract([{"CPU": 1.0}, {"CPU": 3.0}], held)
+    left = placement._unused_resources([{"CPU": 1.0}, {"CPU": 3.0}], held)
     assert left == [{"CPU": 1.0}, {"CPU": 2.0}]
 
 
