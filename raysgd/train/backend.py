@@ -75,7 +75,7 @@ class _Run:
 
     def start_state(self) -> dict[str, Any]:
         """Return the state of each start: the function, and the newest checkpoint."""
-        blob, iteration = self.checkpoints.blob, self.checkpoints.iteration
+        blob, iteration = self.checkpoints.newest_blob, self.checkpoints.iteration
         return {"spec": replace(self.spec, checkpoint=blob, iteration=iteration)}
 
     def send(self, request: Request) -> list[Any]:
@@ -253,7 +253,7 @@ class BackendExecutor:
         if resume and (manifest := checkpoints.restore()) is not None:
             iteration = manifest.global_step
         elif checkpoint is not None:
-            checkpoints.blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
+            checkpoints.newest_blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
         checkpoints.iteration = iteration
         spec = replace(self._make_spec(train_func, run_dir, metadata), name=name)
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)

@@ -23,8 +23,8 @@ class Datasets:
             datasets = None
         self._has_names = isinstance(datasets, Mapping)
         self._named = dict(datasets) if self._has_names else {"dataset": datasets}
-        self._split = [n for n, data in self._named.items() if data is not None and is_split(n)]
-        for name in self._split:
+        self._to_split = [n for n, data in self._named.items() if data is not None and is_split(n)]
+        for name in self._to_split:
             if not hasattr(self._named[name], "materialize"):
                 shown = f"dataset {name!r}" if self._has_names else f"dataset={datasets!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of Datasets by name.")
@@ -52,7 +52,7 @@ class Datasets:
 
         A restart gets the same shards, because the rows are fixed then.
         """
-        for name in self._split:
+        for name in self._to_split:
             if _is_lazy(self._named[name]):
                 logger.warning(
                     "Data set %r is read once, before training. Random map functions give the same "
@@ -65,7 +65,7 @@ class Datasets:
 
     def _shards(self, name: str, actors: Sequence[Any]) -> list[Any]:
         dataset, num_workers = self._named[name], len(actors)
-        if name not in self._split:
+        if name not in self._to_split:
             if _is_lazy(dataset):
                 _warn_without_cpu(name)
             return [dataset] * num_workers

@@ -53,7 +53,7 @@ class RunCheckpoints(CheckpointFolder):
         self._decode = decode
         self.folder = folder
         self.number = number
-        self.blob: bytes | None = None
+        self.newest_blob: bytes | None = None
         """The newest checkpoint, pickled."""
         self.iteration = 0
         """Number of reports up to the newest checkpoint."""
@@ -84,7 +84,7 @@ class RunCheckpoints(CheckpointFolder):
                 bad = {name: each for name, each in bad.items() if found.get(name) != each}
             return blob, manifest
 
-        newest, self.blob, manifest = self._load_first(names, read)
+        newest, self.newest_blob, manifest = self._load_first(names, read)
         self._read_manifests(names)
         (self.number,), self.has_saved = name_numbers(newest), True
         return manifest
@@ -123,7 +123,7 @@ class RunCheckpoints(CheckpointFolder):
             self._manifests[name] = manifest
             self._remove_surplus(name)
         self.number += 1
-        self.blob, self.has_saved, self.iteration = blob, True, result.iteration
+        self.newest_blob, self.has_saved, self.iteration = blob, True, result.iteration
         score = self._monitor
         if self._keep != 0 and score is not None and score not in result.numbers:
             raise ValueError(
@@ -138,7 +138,7 @@ class RunCheckpoints(CheckpointFolder):
     @property
     def latest(self) -> dict[str, Any] | None:
         """The newest checkpoint, in its original form."""
-        return None if self.blob is None else pickle.loads(self.blob)
+        return None if self.newest_blob is None else pickle.loads(self.newest_blob)
 
     @property
     def latest_path(self) -> Path | None:
@@ -154,7 +154,7 @@ class RunCheckpoints(CheckpointFolder):
         path = self.latest_path
         if path is not None and name_numbers(path.name) == (self.number,):
             return Checkpoint(path=path)
-        return None if self.blob is None else Checkpoint(blob=self.blob)
+        return None if self.newest_blob is None else Checkpoint(blob=self.newest_blob)
 
     def best_checkpoints(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Return the checkpoints on disk, best first, each with its numbers."""

@@ -71,7 +71,7 @@ class FunctionTrainable(Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         checkpoints, path = self._executor.checkpoints, Path(checkpoint_dir, CHECKPOINT)
-        blob = checkpoints.blob or cloudpickle.dumps(None)
+        blob = checkpoints.newest_blob or cloudpickle.dumps(None)
         write_pickle(blob, path, Manifest(global_step=checkpoints.iteration))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
@@ -80,7 +80,7 @@ class FunctionTrainable(Trainable):
             self.cleanup()
             self._start_workers()
         checkpoints = self._executor.checkpoints
-        checkpoints.blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
+        checkpoints.newest_blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
         checkpoints.iteration = 0 if manifest is None else manifest.global_step
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
