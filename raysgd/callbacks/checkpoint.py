@@ -161,18 +161,18 @@ class CheckpointCallback(Callback):
         may_answer = BadStepsError | CallbackError | RemoteError
         self._can_save = isinstance(error, may_answer) or not isinstance(error, RaySGDError)
         try:
-            self._save_rest(trainer)
+            self._save_unsaved(trainer)
         finally:
             if self._newest is not None and self._resume:
                 error.add_note(f"If you start the script again, it resumes from {self._newest}.")
 
-    def _save_rest(self, trainer: Trainer) -> None:
+    def _save_unsaved(self, trainer: Trainer) -> None:
         """Save the steps since the last save, if any, and wait until the checkpoint is written."""
         if self._can_save and trainer.global_step > self._saved_at:
             self._save(trainer, {})
         self._wait()
 
-    on_train_end = _save_rest
+    on_train_end = _save_unsaved
 
     def _wait(self) -> None:
         """Wait until the write has ended, and raise its error, once."""

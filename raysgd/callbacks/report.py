@@ -176,7 +176,7 @@ class RunLog:
         return min(1.0, trained / ran) if ran > 0 else 0.0
 
 
-def _sizes(log: RunLog) -> list[tuple[int, int]]:
+def _group_sizes(log: RunLog) -> list[tuple[int, int]]:
     """Return the number of workers by step, without steps that were repeated."""
     first, last = log.steps()
     sizes: list[tuple[int, int]] = []
@@ -197,12 +197,12 @@ def _page(name: str, log: RunLog) -> str:
         # Add an empty icon, because the browser would request one.
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style>'
         f'<body data-run="{html.escape(json.dumps(axis))}"><h1>{title}</h1>'
-        f"{_table(_figures(log, run))}{''.join(_sections(log, run))}"
+        f"{_table(_key_figures(log, run))}{''.join(_sections(log, run))}"
         f"<script>{_SCRIPT}</script></html>"
     )
 
 
-def _figures(log: RunLog, run: LogLine) -> Iterator[tuple[str, Any, str]]:
+def _key_figures(log: RunLog, run: LogLine) -> Iterator[tuple[str, Any, str]]:
     """Yield the name, the value, and a note for each key figure."""
     began = datetime.datetime.fromtimestamp(log.began).astimezone()
     versions = ", ".join(map(" ".join, run.get("versions", {}).items()))
@@ -225,7 +225,7 @@ def _figures(log: RunLog, run: LogLine) -> Iterator[tuple[str, Any, str]]:
         ("validate", "val_accuracy", max),
     ):
         calls = [call for call in log.calls_of(kind) if name in call["metrics"]]
-        points = [(value, call["epoch"]) for value, call in _values(calls, name)]
+        points = [(value, call["epoch"]) for value, call in _finite_values(calls, name)]
         if points:
             best, epoch = best_of(points)
             last = calls[-1]["metrics"][name]  # also if it is NaN
@@ -236,7 +236,7 @@ def _sections(log: RunLog, run: LogLine) -> Iterator[str]:
     yield from _metric_charts(log)
     speeds = [
         (call["global_step"], samples / call["seconds"])
-        for samples, call in _values(log.calls_of("train"), "num_samples")
+        for samples, call in _finite_values(log.calls_of("train"), "num_samples")
         if call["seconds"] > 0
     ]
     if speeds:
@@ -244,7 +244,7 @@ def _sections(log: RunLog, run: LogLine) -> Iterator[str]:
     if phases := _phases(log):
         yield _chart("Milliseconds per step", phases, starts_at_0=True)
     if log.events:
-        yield _chart("Workers", {"workers": _sizes(log)}, starts_at_0=True, is_whole=True)
+        yield _chart("Workers", {"workers": _group_sizes(log)}, starts_at_0=True, is_whole=True)
         fields = ("kind", "ranks", "step", "seconds", "cause")
         rows = [
             (f"{event['time'] - log.began:.2f}", *(event[name] for name in fields))
@@ -306,7 +306,7 @@ def _metric_charts(log: RunLog) -> Iterator[str]:
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
             if name.startswith("last_") or name in _COUNTS:
                 continue
-            points = [(c["global_step"], float(f"{v:.6g}")) for v, c in _values(calls, name)]
+            points = [(c["global_step"], float(f"{v:.6g}")) for v, c in _finite_values(calls, name)]
             if points:
                 shown = f"{name}, by step" if kind == "step" else name
                 charts.setdefault(_group_of(name), {})[shown] = _extremes(points)
@@ -331,7 +331,7 @@ def _chart(title: str, lines: dict[str, list[Any]], **options: bool) -> str:
     return f"<h2>{html.escape(title)}</h2>{figure}"
 
 
-def _values(calls: Iterable[LogLine], name: str) -> Iterator[tuple[float, LogLine]]:
+def _finite_values(calls: Iterable[LogLine], name: str) -> Iterator[tuple[float, LogLine]]:
     """Yield the finite values of a metric with their calls."""
     for call in calls:
         value = call["metrics"].get(name)

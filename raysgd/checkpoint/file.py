@@ -158,7 +158,7 @@ class CheckpointFile:
 
     def read(self) -> dict[str, Any]:
         """Return the state of `read_file`, with this file as parent. Tensors are pages of it."""
-        return {**_read(self._file, self._label, _map)[0], "parent": {"path": self._label}}
+        return {**_read(self._file, self._label, _load_mapped)[0], "parent": {"path": self._label}}
 
 
 def _read(
@@ -171,7 +171,7 @@ def _read(
     try:
         state = read(file)
     except Exception as error:
-        reason = _reason(error)
+        reason = _describe(error)
         raise CheckpointError(
             f"Cannot load {label}: {reason}. Loading never runs code. {_ADVICE}"
             if "not allowed" in reason
@@ -209,7 +209,7 @@ def _find_unloadable(tree: Any, key: str) -> str:
     return ""
 
 
-def _reason(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Describe an error of an archive, without PyTorch's advice to disable `weights_only`."""
     if refused := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it has an object of type {refused[1]}, which is not allowed"
@@ -246,7 +246,7 @@ def _load(file: Any, **options: Any) -> Any:
     return _torch().load(file, map_location="cpu", weights_only=True, **options)
 
 
-def _map(file: IO[bytes]) -> Any:
+def _load_mapped(file: IO[bytes]) -> Any:
     if not is_archive(file):  # a file of an old PyTorch
         file.seek(0)
         return _load(file)

@@ -111,9 +111,9 @@ class CheckpointFolder:
     def _list_best_first(self) -> list[str]:
         """Return the names of the readable checkpoints, best first, then newest first."""
         known = (name for name, manifest in self._manifests.items() if manifest)
-        return sorted(known, key=self._goodness, reverse=True)
+        return sorted(known, key=self._rating, reverse=True)
 
-    def _goodness(self, name: str) -> tuple[bool, float, tuple[int, ...]]:
+    def _rating(self, name: str) -> tuple[bool, float, tuple[int, ...]]:
         """Return a sort key; larger is better. It begins with whether the checkpoint is rated."""
         manifest = self._manifests[name]
         value = manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
@@ -216,7 +216,7 @@ class CheckpointStore(CheckpointFolder):
     def best(self) -> str | None:
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
         self._read_manifests(self._names())
-        rated = [name for name in self._list_best_first() if self._goodness(name)[0]]
+        rated = [name for name in self._list_best_first() if self._rating(name)[0]]
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:

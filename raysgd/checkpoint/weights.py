@@ -65,12 +65,12 @@ def save_model(
             _warn_of_nan(arrays)
             file.write(save(arrays, metadata={"format": "np"}))
         else:
-            file.write(_of_modules(models, left_out))
+            file.write(_serialize(models, left_out))
 
     return Location(path).write(fill)
 
 
-def _of_modules(
+def _serialize(
     models: torch.nn.Module | Sequence[torch.nn.Module], left_out: Collection[str]
 ) -> bytes:
     import torch

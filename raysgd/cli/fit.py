@@ -109,12 +109,12 @@ def _parse(text: str) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return map_leaves(yaml.load(text, UniqueKeys), _number)
+        return map_leaves(yaml.load(text, UniqueKeys), _parse_exponent)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
 
-def _number(leaf: Any) -> Any:
+def _parse_exponent(leaf: Any) -> Any:
     """Convert exponents such as 1e-3, which YAML reads as strings, to floats."""
     return float(leaf) if isinstance(leaf, str) and _EXPONENT.fullmatch(leaf) else leaf
 

@@ -92,7 +92,7 @@ class KerasOptimization(UpdateFeature):
     def __init__(self, train_state: KerasTrainState) -> None:
         self._train_state = train_state
         self._accumulated: dict[int, list[Any]] = {}
-        self._before: dict[int, tuple[Any, Any]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
 
     def begin_micro_batch(self, update: Update) -> None:
         if update.loss_weights.num_earlier < update.index:
@@ -125,21 +125,21 @@ class KerasOptimization(UpdateFeature):
         changed = [variable for _, variable in pairs]
         if update.is_open and update.optimizer_steps.need_copies:
             for variable in [*changed, *optimizer.variables]:
-                self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
+                self._copies.setdefault(id(variable), (variable, tf.identity(variable.value)))
         update.optimizer_steps.begin(optimizer)
         self._train_state.graphs.apply(optimizer, means, changed)
         update.optimizer_steps.end(optimizer)
 
     def commit(self, update: Update) -> None:
-        self._accumulated, self._before = {}, {}
+        self._accumulated, self._copies = {}, {}
 
     def roll_back(self, update: Update) -> None:
-        for variable, value in self._before.values():
+        for variable, value in self._copies.values():
             variable.assign(value)
         steps = update.optimizer_steps
-        if not self._before and (steps.counts or steps.running_optimizer is not None):
+        if not self._copies and (steps.counts or steps.running_optimizer is not None):
             update.set_damaged(True)
-        self._accumulated, self._before = {}, {}
+        self._accumulated, self._copies = {}, {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

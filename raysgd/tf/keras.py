@@ -33,17 +33,17 @@ def set_arrays(variables: Iterable[Any], arrays: Mapping[str, Any]) -> None:
 
 def trainable_flags(model: Any) -> dict[str, bool]:
     """Return which layers and variables are trainable, by ``number/path``."""
-    return {f"{n}/{each.path}": each.trainable for n, each in enumerate(_trainables(model))}
+    return {f"{n}/{each.path}": each.trainable for n, each in enumerate(_layers_and_weights(model))}
 
 
 def set_trainable(model: Any, values: Mapping[str, bool]) -> None:
     # Layers come first, because they set inner ones. Twice, because layers can share inner ones.
-    for each, value in [*zip(_trainables(model), values.values(), strict=True)] * 2:
+    for each, value in [*zip(_layers_and_weights(model), values.values(), strict=True)] * 2:
         if each.trainable != value:
             each.trainable = value
 
 
-def _trainables(model: Any) -> list[Any]:
+def _layers_and_weights(model: Any) -> list[Any]:
     return [*flat_layers(model), *model.weights]
 
 
