@@ -210,11 +210,8 @@ class GroupRpc:
 
         Log the other outcomes. Later requests detect lost workers.
         """
-        packed = pack(request)
-        answers = {
-            member: member.submit_work(Worker.handle, packed, inbox and inbox.expect())
-            for member in members
-        }
+        packed, method = pack(request), Worker.handle
+        answers = {m: m.submit_work(method, packed, inbox and inbox.expect()) for m in members}
         self.group.clock.wait(answers.values(), timeout_s)
         outcomes: dict[WorkerHandle, Outcome] = results_of(answers)
         for member in [each for each, outcome in outcomes.items() if outcome.kind != "ok"]:

@@ -359,8 +359,7 @@ class BackendExecutor:
         return self.checkpoints if self.checkpoints.has_saved else self._earlier_checkpoints
 
     latest_checkpoint = forward_to(
-        "_last_saved.latest",
-        "The newest checkpoint of the newest run that saved one, or None.",
+        "_last_saved.latest", "The newest checkpoint of the newest run that saved one, or None."
     )
     latest_checkpoint_path = forward_to(
         "_last_saved.latest_path",
