@@ -62,7 +62,7 @@ def prepared_passes(make_loader, *, world_size, seed):
     workers = []
     for rank in range(world_size):
         loader = PreparedLoader(
-            make_loader(), world_size=world_size, rank=rank, device=None, ahead=False, seed=seed
+            make_loader(), world_size=world_size, rank=rank, device=None, prefetch=False, seed=seed
         )
         workers.append([[_samples(batch) for batch in loader] for _ in range(2)])
     return workers
