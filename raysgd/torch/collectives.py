@@ -197,7 +197,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 # ---- collectives of user code
 
-_PREFIXES = ("all", "broadcast", "gather", "reduce", "scatter")
+_PREFIXES = ("all", "broadcast", "gather", "irecv", "isend", "reduce", "scatter")
 _FIRST_CALLS = [
     (module, name, getattr(module, name))
     for module, name in (
@@ -211,7 +211,7 @@ _FIRST_CALLS = [
 
 
 def watch_user_code(report: Callable[[str], None]) -> None:
-    """Call a method with the name of each collective that user code calls, before it runs.
+    """Call a method with the name of each collective or message of user code, before it runs.
 
     DistributedDataParallel and modules of PyTorch do not count.
     """

@@ -127,14 +127,12 @@ def test_update_without_items_is_skipped(step):
 class Communicating(Plain):
     def train_batch(self, batch, batch_info):
         self.seen.append(len(batch[0]))
-        getattr(self, self.config["call"])(torch.ones(1))
+        call = self.config["call"]
+        getattr(self, call, getattr(dist, call, None))(torch.ones(1))
         return super().train_batch(batch, batch_info)
 
     def on_world_change(self):
         self.seen, self.group = [], dist.new_group()
-
-    def reduce(self, tensor):
-        dist.all_reduce(tensor)
 
     def in_own_group(self, tensor):
         dist.broadcast(tensor, 0, group=self.group)
@@ -166,7 +164,7 @@ def communicating(call, operator_cls=Communicating, **arguments):
     return runner.operator
 
 
-@pytest.mark.parametrize("call", ["reduce", "in_own_group", "functional"])
+@pytest.mark.parametrize("call", ["all_reduce", "irecv", "in_own_group", "functional"])
 def test_batch_with_a_collective_of_user_code_is_not_divided(process_group, call):
     assert communicating("to_device").seen == [4, 4, 4, 4]
     operator = communicating(call)
@@ -177,7 +175,8 @@ def test_batch_with_a_collective_of_user_code_is_not_divided(process_group, call
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        ("reduce", "calls all_reduce"),
+        ("all_reduce", "calls all_reduce"),
+        ("irecv", "calls irecv"),
         ("in_own_group", "calls broadcast"),
         ("by_method", "communicates"),
         ("in_hook", "communicates"),
