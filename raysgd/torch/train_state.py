@@ -169,9 +169,7 @@ class TorchStateAccess(StateAccess):
                     elif kind == "schedulers":
                         load = functools.partial(load_scheduler, each)
                         old = scheduler_state(each)
-                    elif kind == "models" and (
-                        FROZEN_KEY in state or not self._registered.placement.is_unsharded(each)
-                    ):
+                    elif FROZEN_KEY in state or not self._registered.placement.is_unsharded(each):
                         load = functools.partial(each.load_state_dict, strict=False)
                         old, saved = (self._unsharded_of(each, state) for state in (old, saved))
                     name = f"{kind}[{index}]"
