@@ -232,8 +232,8 @@ def _tensor_in(output: Any, name: str) -> Any:
 
 def has_masked_labels(batch: Any) -> bool:
     """Return whether labels are -100, which losses ignore."""
-    if isinstance(batch, Mapping):
-        labels = [value for name, value in batch.items() if "label" in str(name)]
+    if (named := named_values(batch)) is not None:
+        labels = [v for n, v in named.items() if "label" in str(n) or "target" in str(n)]
     else:
         labels = list(batch[-1:]) if isinstance(batch, tuple | list) else []
     integers = [t for t in labels if isinstance(t, torch.Tensor) and not t.is_floating_point()]

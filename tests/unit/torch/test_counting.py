@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
+from raysgd.torch.input.batches import has_masked_labels
 from tests.conftest import assert_names
 from tests.operators import register_with_sgd
 
@@ -149,6 +150,7 @@ def test_masked_labels_without_a_count_are_one_warning(counts, steps, warns, cap
     for _ in "ab":
         operator.train_epoch(iter(batches))
     assert caplog.text.count("override num_items(batch): return (batch['labels'] != -100)") == warns
+    assert has_masked_labels({"target": LABELS[0]})
 
 
 def test_batch_info_has_the_number_of_samples(make_trainer):
