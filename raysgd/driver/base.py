@@ -30,7 +30,7 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import LocalHandle
 from raysgd.data import Dataset
 from raysgd.driver.dispatcher import Dispatcher
-from raysgd.driver.fit import FitLoop, FitOptions
+from raysgd.driver.fit import FitArguments, FitLoop
 from raysgd.driver.properties import TrainerProperties
 from raysgd.driver.state import StateTransfer
 from raysgd.elastic.controller import Controller
@@ -252,8 +252,10 @@ class OperatorTrainer(TrainerProperties):
             ValueError: if a number is below 1, or a callback has no folder to write to.
             CallbackError: if a callback raised.
         """
-        options = FitOptions(num_epochs, validate_every, max_retries, info, log_every, max_steps)
-        return self._fit_loop.run(self, options, callbacks, verbose)
+        arguments = FitArguments(
+            num_epochs, validate_every, max_retries, info, log_every, max_steps
+        )
+        return self._fit_loop.run(self, arguments, callbacks, verbose)
 
     def request_stop(self, reason: str) -> None:
         """Ask `fit` to end after the current epoch. The first reason becomes `stop_reason`."""

@@ -30,7 +30,7 @@ _VALIDATION_PREFIXES = ("val", "eval_", "eval/")
 
 
 @dataclass(frozen=True)
-class FitOptions:
+class FitArguments:
     """See :meth:`raysgd.TorchTrainer.fit`. The defaults mean that no ``fit()`` runs."""
 
     num_epochs: Any = None
@@ -65,7 +65,7 @@ class FitLoop:
     options: Options
     dispatcher: Dispatcher
     stop_reason: str | None = None
-    fit_options: FitOptions = field(default_factory=FitOptions)
+    fit_arguments: FitArguments = field(default_factory=FitArguments)
     """The arguments of the running ``fit()``."""
     has_validated: bool = False
     """Whether a validation has run, so that ``fit()`` needs no sanity check."""
@@ -83,15 +83,15 @@ class FitLoop:
     def run(
         self,
         trainer: Trainer,
-        options: FitOptions,
+        arguments: FitArguments,
         callbacks: Iterable[Callback],
         verbose: bool,
     ) -> History:
         """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
-        if options.num_epochs is None:
-            if options.max_steps is None:
+        if arguments.num_epochs is None:
+            if arguments.max_steps is None:
                 raise TypeError("fit(num_epochs=None): must be an int, unless max_steps is given.")
-            options = replace(options, num_epochs=sys.maxsize)
+            arguments = replace(arguments, num_epochs=sys.maxsize)
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         added = as_callbacks(where, callbacks, trainer.logdir, callback_list)
@@ -109,35 +109,35 @@ class FitLoop:
         with callback_list.attach(trainer, added):
             why = "fit() does not validate."
             request = ApplyOperatorRequest(function=has_validation_loader)
-            if options.validate_every and not any(dispatcher.run(request, method="fit")):
+            if arguments.validate_every and not any(dispatcher.run(request, method="fit")):
                 why = f"{why} {missing_loader_error('validation')}"
-                options = replace(options, validate_every=None)
+                arguments = replace(arguments, validate_every=None)
                 logger.info("%s", why)
-            if options.validate_every is None:
+            if arguments.validate_every is None:
                 _check_monitored(self._monitored_metrics(), (), why)
-            self.fit_options, self._num_validated_epochs = options, self.num_completed_epochs
+            self.fit_arguments, self._num_validated_epochs = arguments, self.num_completed_epochs
             try:
-                if options.validate_every and self.num_completed_epochs < options.num_epochs:
+                if arguments.validate_every and self.num_completed_epochs < arguments.num_epochs:
                     self._run_sanity_check()
                 history = self._train_epochs(trainer)
             finally:
                 self._due_step = dispatcher.position.global_step if self.lacks_validation else None
-                self.fit_options = FitOptions()
+                self.fit_arguments = FitArguments()
             if sentence := dispatcher.controller.speed.report().sentence:
                 logger.warning("%s", sentence)
             return history
 
     def _train_epochs(self, trainer: Trainer) -> History:
-        history, options = History(), self.fit_options
-        num_epochs = options.num_epochs
+        history, arguments = History(), self.fit_arguments
+        num_epochs = arguments.num_epochs
 
         def end() -> str | None:
-            if options.max_steps is not None and trainer.global_step >= options.max_steps:
-                return self.stop_reason or f"max_steps={options.max_steps} is reached"
+            if arguments.max_steps is not None and trainer.global_step >= arguments.max_steps:
+                return self.stop_reason or f"max_steps={arguments.max_steps} is reached"
             return self.stop_reason
 
         if self.lacks_validation and self.is_validation_due:  # since an earlier fit()
-            self.validate(trainer, options.info, from_start=True)
+            self.validate(trainer, arguments.info, from_start=True)
         if self.num_completed_epochs >= num_epochs:
             logger.warning(
                 "fit(%d) trains nothing, because the run has already completed epoch %d.",
@@ -146,13 +146,13 @@ class FitLoop:
             )
         while end() is None and self.num_completed_epochs < num_epochs:
             epoch = self.num_completed_epochs
-            history.append(trainer.train(max_retries=options.max_retries, info=options.info))
-            if len(history) == 1 and options.validate_every is None:
+            history.append(trainer.train(max_retries=arguments.max_retries, info=arguments.info))
+            if len(history) == 1 and arguments.validate_every is None:
                 for argument, name in self._monitored_metrics().items():
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
             if self.num_completed_epochs > epoch and self.is_validation_due:
-                validated = self.validate(trainer, options.info, from_start=True).merged
+                validated = self.validate(trainer, arguments.info, from_start=True).merged
                 history[-1] = {**validated, **history[-1]}
         history.stop_reason = f"num_epochs={num_epochs} is reached"
         if (reason := end()) is not None and self.num_completed_epochs < num_epochs:
@@ -167,8 +167,8 @@ class FitLoop:
         """Return a request to train, within the limits of the running ``fit()``."""
         return TrainRequest(
             call_number=next(self.dispatcher.call_numbers),
-            until_step=self.fit_options.max_steps,
-            log_every=self.fit_options.log_every,
+            until_step=self.fit_arguments.max_steps,
+            log_every=self.fit_arguments.log_every,
             info=info,
             profile=profile,
             dataset=dataset,
@@ -243,10 +243,10 @@ class FitLoop:
     @property
     def is_validation_due(self) -> bool:
         """Whether ``fit()`` validates after the newest completed epoch."""
-        every, completed = self.fit_options.validate_every, self.num_completed_epochs
+        every, completed = self.fit_arguments.validate_every, self.num_completed_epochs
         if every is None:
             return False
-        return completed % every == 0 or completed >= self.fit_options.num_epochs
+        return completed % every == 0 or completed >= self.fit_arguments.num_epochs
 
     @property
     def lacks_validation(self) -> bool:
@@ -272,7 +272,7 @@ class FitLoop:
             num_steps=_SANITY_STEPS,
             from_start=True,
             is_sanity_check=True,
-            info=dict(self.fit_options.info or {}),
+            info=dict(self.fit_arguments.info or {}),
         )
         try:
             # A worker without a batch has no metrics.

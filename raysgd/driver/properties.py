@@ -77,7 +77,7 @@ class TrainerProperties:
         "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
     num_epochs: int | None = forward_to(
-        "_fit_loop.fit_options.num_epochs", "Number of epochs at which this `fit` ends, or None."
+        "_fit_loop.fit_arguments.num_epochs", "Number of epochs at which this `fit` ends, or None."
     )
     stop_reason: str | None = forward_to(
         "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."

@@ -137,12 +137,12 @@ class TFTrainer(OperatorTrainer):
         epochs of ``fit(num_epochs)`` are those of the data.
         """
         arguments = (profile, reduce_results, max_retries, info)
-        counts_epochs = self._fit_loop.fit_options.num_epochs not in (None, sys.maxsize)
+        counts_epochs = self._fit_loop.fit_arguments.num_epochs not in (None, sys.maxsize)
         if self._limits is None or num_steps is not None or counts_epochs:
             return super().train(num_steps, *arguments)
         for _ in range(self._limits["epochs"] or 1):
             result = super().train(self._limits["steps_per_epoch"], *arguments)
-            if self.global_step == self._fit_loop.fit_options.max_steps:
+            if self.global_step == self._fit_loop.fit_arguments.max_steps:
                 break
         return result
 
