@@ -35,7 +35,7 @@ from raysgd.loop.state import DRIVER_KEYS, check_state, entries_for_workers, wit
 logger = logging.getLogger(__name__)
 
 
-def _allows_own_types() -> bool:
+def _allows_user_types() -> bool:
     """Return whether ``torch.load`` allows types of the user, which workers may not know."""
     torch = sys.modules.get("torch")
     allowed = torch.serialization.get_safe_globals() if torch else ()
@@ -139,7 +139,7 @@ class StateTransfer:
         is_remote = bool(members) and all(member.is_remote for member in members)
         with controller.speed.saving():
             driver_entries = self._driver_entries(provenance)
-            if is_remote and not (may_have_only_copy(progress) or _allows_own_types()):
+            if is_remote and not (may_have_only_copy(progress) or _allows_user_types()):
                 request = SaveRequest(
                     driver_entries=driver_entries,
                     generators=self._prepare_export("save"),
