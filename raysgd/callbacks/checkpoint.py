@@ -109,8 +109,9 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._can_save, self._is_rated = True, False
-        folder = self.folder_in(trainer.logdir).name
-        self._store = self._new_store(folder, job=self._job or trainer.operator_name)
+        folder = self.folder_in(trainer.logdir)
+        folder.make_folder()  # an error before training, not at the first save
+        self._store = self._new_store(folder.name, job=self._job or trainer.operator_name)
         self._saved_at = trainer.global_step
         if not self._resume or trainer.epoch or trainer.global_step:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -94,12 +95,17 @@ class Location:
             fs.rm_file(path)
 
     def make_folder(self) -> None:
-        """Create this folder, except in an object store, where it could be a bucket."""
+        """Create this folder, except in an object store, where it could be a bucket.
+
+        A local folder must be writable.
+        """
         with self._file_system("make the folder") as (fs, path):
             if not _is_object_store(fs):
                 fs.makedirs(path, exist_ok=True)
             if self.is_local:
                 sync_folder(Path(path).parent)
+                if not os.access(path, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     def file_names(self) -> list[str]:
         """Return the names of the files in this folder; none if it does not exist."""

@@ -327,12 +327,20 @@ def test_the_end_of_the_trainer_saves_new_steps_but_no_loaded_state(make_trainer
     ("blocking", "num_epochs"), [(True, 3), (False, 3), pytest.param(False, 1, id="the last write")]
 )
 def test_failed_save_raises_and_training_can_continue(make_trainer, tmp_path, blocking, num_epochs):
+    class InTheWay(Callback):
+        def on_train_start(self, trainer):
+            if not trainer.global_step:
+                folder.rmdir()
+                folder.write_text("in the way")
+
     folder = tmp_path / "checkpoints"
-    folder.write_text("in the way")
-    trainer = make_trainer(callbacks=[CheckpointCallback(folder, blocking=blocking, resume=False)])
-    with pytest.raises(CallbackError, match="CheckpointCallback") as caught:
+    saving = CheckpointCallback(folder, blocking=blocking, resume=False)
+    trainer = make_trainer(callbacks=[saving, InTheWay()])
+    with pytest.raises(CallbackError, match="failed in on_(epoch|train)_end") as caught:
         trainer.fit(num_epochs)
     assert isinstance(caught.value.__cause__, CheckpointError)
+    with pytest.raises(CallbackError, match="failed in on_train_start: .*File exists"):
+        trainer.fit(3)  # before it trains
     folder.unlink()
     trainer.fit(3)
     assert trainer.global_step == 15

@@ -92,6 +92,8 @@ def test_missing_permission_is_named():
                 write_file(BIG, path)
             with pytest.raises(UnreachableError, match="Permission denied"):
                 read_file(path)
+            with pytest.raises(CheckpointError, match=f"make the folder {folder}: .*Permission"):
+                Location(folder).make_folder()
 
         in_child(as_nobody)
         assert read_file(path)["epoch"] == 2
