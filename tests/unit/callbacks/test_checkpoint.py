@@ -336,10 +336,10 @@ def test_failed_save_raises_and_training_can_continue(make_trainer, tmp_path, bl
     folder = tmp_path / "checkpoints"
     saving = CheckpointCallback(folder, blocking=blocking, resume=False)
     trainer = make_trainer(callbacks=[saving, InTheWay()])
-    with pytest.raises(CallbackError, match="failed in on_(epoch|train)_end") as caught:
+    with pytest.raises(CallbackError, match=r"failed in on_(epoch|train)_end") as caught:
         trainer.fit(num_epochs)
     assert isinstance(caught.value.__cause__, CheckpointError)
-    with pytest.raises(CallbackError, match="failed in on_train_start: .*File exists"):
+    with pytest.raises(CallbackError, match=r"failed in on_train_start: .*File exists"):
         trainer.fit(3)  # before it trains
     folder.unlink()
     trainer.fit(3)
