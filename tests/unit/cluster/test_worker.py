@@ -262,24 +262,20 @@ def test_errors_caused_by_communication_count_as_communication(worker):
         except ConnectionError as error:
             raise PlainError("training failed") from error
 
-    def while_handling():
-        try:
-            raise ConnectionError("peer")
-        except ConnectionError:
-            raise PlainError("training failed")  # noqa: B904
-
     assert call(worker, wrapped).kind == "communication"
-    assert call(worker, while_handling).kind == "communication"
+    outcome = call(worker, lambda: raise_after_a_lost_peer(PlainError("training failed")))
+    assert outcome.kind == "communication"
+
+
+def raise_after_a_lost_peer(error):
+    try:
+        raise ConnectionError("peer")
+    except ConnectionError:
+        raise error  # noqa: B904
 
 
 def test_an_error_with_advice_of_the_backend_is_a_user_error(worker):
-    def use():
-        try:
-            raise ConnectionError("peer")
-        except ConnectionError:
-            raise LookupError("a group of before")  # noqa: B904
-
-    outcome = call(worker, use)
+    outcome = call(worker, lambda: raise_after_a_lost_peer(LookupError("a group of before")))
     assert outcome.kind == "user"
     assert outcome.exception().__notes__[0] == "Make it again."
 
