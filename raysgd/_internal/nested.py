@@ -184,8 +184,8 @@ def _restoring(item: Any) -> Callable[[], Any] | None:
         for read, write in (("getstate", "setstate"), ("get_state", "set_state")):
             if hasattr(item, read):
                 return partial(getattr(item, write), getattr(item, read)())
-        source = getattr(item, "bit_generator", None)
-        return source and partial(setattr, source, "state", source.state)
+        source = getattr(item, "bit_generator", None)  # its `state` lacks the count of spawn()
+        return source and partial(source.__setstate__, copy.deepcopy(source.__getstate__()))
     with contextlib.suppress(Exception):  # objects of other types, and sparse tensors
         if item.nbytes <= _LARGE_BYTES:
             array = item.detach() if hasattr(item, "detach") else item

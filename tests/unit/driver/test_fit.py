@@ -208,10 +208,10 @@ def make_generators():
     return [random.Random(1), torch.Generator().manual_seed(1), *of_numpy]
 
 
-def draw(generators):
-    own, of_torch, of_numpy, older = generators
+def draw(own, of_torch, of_numpy, older):
+    spawned = of_numpy.spawn(1)[0].random() if np.__version__ >= "2" else 0.0
     numbers = torch.randint(2**31, (1,), generator=of_torch).item(), of_numpy.integers(2**31)
-    return own.randrange(2**31), *numbers, older.randint(2**31)
+    return own.randrange(2**31), *numbers, spawned, older.randint(2**31)
 
 
 class Slots:
@@ -262,7 +262,7 @@ class Totals(Recorder):
         self.nested["a"][1] += number
         self.total.add(number)
         self.metrics["b"][0](number)
-        draw(self.generators)
+        draw(*self.generators)
         for each in self.more:
             each["total"] += number
         self.slots.total += number
@@ -287,8 +287,8 @@ def test_the_validation_before_training_leaves_no_trace_in_totals(make_trainer):
     assert [int(each) for each in found] == [40] * 14
     fresh = make_generators()
     for _ in nested:
-        draw(fresh)
-    assert draw(operator.generators) == draw(fresh)
+        draw(*fresh)
+    assert draw(*operator.generators) == draw(*fresh)
 
 
 class OwnLoop(Recorder):
