@@ -246,25 +246,9 @@ class Frozen(Digits):
         return super().register(models, **others)
 
 
-def compile_again(operator):
-    operator.model.compile("sgd", "mse")
-
-
-def decay(operator):
-    operator.optimizer.weight_decay = 0.1
-
-
 class Constant(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step):
         return 0.1
-
-
-def schedule(operator):
-    operator.optimizer.learning_rate = Constant()
-
-
-def replace_criterion(operator):
-    operator.criterion = keras.losses.MeanAbsoluteError()
 
 
 class Wrapper(keras.optimizers.SGD):
@@ -290,7 +274,15 @@ def test_rates_need_no_config_and_may_change(kind):
         assert trainer.train(num_steps=1)["batch_count"] == 1
 
 
-@pytest.mark.parametrize("change", [compile_again, decay, schedule, replace_criterion])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda operator: operator.model.compile("sgd", "mse"),
+        lambda operator: setattr(operator.optimizer, "weight_decay", 0.1),
+        lambda operator: setattr(operator.optimizer, "learning_rate", Constant()),
+        lambda operator: setattr(operator, "criterion", keras.losses.MeanAbsoluteError()),
+    ],
+)
 def test_another_phase_of_training_is_an_error_that_names_the_way(change):
     with TFTrainer(training_operator_cls=Frozen, config={}, use_local=True) as trainer:
         trainer.apply_all_operators(make_trainable(True))

@@ -71,15 +71,12 @@ def test_small_file_loads_only_where_setup_makes_the_same(tmp_path):
         torch.testing.assert_close(other.get_model().state_dict(), before)
 
 
-def swap(operator):
-    operator.model.head.requires_grad_(False)
-    operator.model.base.requires_grad_(True)
-
-
 def test_layer_that_was_trained_before_it_was_frozen_stays(tmp_path, caplog):
     with local(Tuned) as trainer:
         trainer.train()
-        trainer.apply_all_operators(swap)
+        trainer.apply_all_operators(
+            lambda o: (o.model.head.requires_grad_(False), o.model.base.requires_grad_(True))
+        )
         with caplog.at_level(logging.WARNING):
             state = trainer.state_dict(frozen=False)
     assert {"head.weight", "base.weight"} <= state["models"][0].keys()
