@@ -61,8 +61,8 @@ class Dispatcher:
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Workers recognize a repeated call by its number."""
     _newest_train_request: TrainRequest | None = None
-    _train_start: ReportedPosition | None = None
-    """Where the newest call of train began."""
+    _train_starts: dict[int, ReportedPosition] = field(default_factory=dict)
+    """Where calls of train began, by their numbers. Another thread may begin one."""
     _unfinished_validation_number: int | None = None
     """Call number of a validation that has not returned."""
     _has_bad_loss: bool = False
@@ -137,7 +137,7 @@ class Dispatcher:
         num_steps: int | None,
         max_retries: int,
     ) -> CallResult:
-        request, self._train_start = replace(request, ends_at_nan=self._ends_at_nan), None
+        request = replace(request, ends_at_nan=self._ends_at_nan)
         call = Call(
             request=request,
             make_request=partial(self._make_train_request, request, num_steps),
@@ -158,14 +158,14 @@ class Dispatcher:
                 is_paused = results[0] == PAUSED_FOR_CALLBACKS
                 self.callback_list.notify_pause(trainer)
         finally:
+            start = self._train_starts.pop(request.call_number, self.position)
             call.on_progress = call.log_points.on_log = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
-        assert self._train_start is not None
         position, speed = self.position, controller.speed.end_lap("train")
         results += [outcome.unpack() for outcome in call.leaving_results]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
-        return CallResult(results, merged, position.epoch > self._train_start.epoch, last_call)
+        return CallResult(results, merged, position.epoch > start.epoch, last_call)
 
     def _make_train_request(
         self, request: TrainRequest, num_steps: int | None, position: ReportedPosition, saves: bool
@@ -174,7 +174,7 @@ class Dispatcher:
 
         `num_steps` is the number of steps to train. None means the rest of the epoch.
         """
-        start = self._train_start = self._train_start or position
+        start = self._train_starts.setdefault(request.call_number, position)
         pause = self.callback_list.schedule_pause(position.global_step, saves)
         if num_steps is None:
             request = replace(request, until_epoch=start.epoch + 1)
