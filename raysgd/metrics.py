@@ -40,13 +40,13 @@ _ONE = 2**1074
 
 
 def is_numeric(value: Any) -> bool:
-    """Return whether `value` can be averaged: a number, or a tensor or array of numbers."""
+    """Return whether `value` can be averaged: a real number, or a tensor or array of these."""
     if hasattr(value, "__array__"):
-        # NumPy and TensorFlow have text. PyTorch dtypes have no `kind` and are always numeric.
-        if getattr(value.dtype, "name", "") == "string":
+        # NumPy and TensorFlow have text. PyTorch dtypes have no `kind`.
+        if getattr(value.dtype, "name", "") == "string" or getattr(value.dtype, "is_complex", 0):
             return False
-        return getattr(value.dtype, "kind", "f") in "biufc"
-    return isinstance(value, float | int | numbers.Number)
+        return getattr(value.dtype, "kind", "f") in "biuf"
+    return isinstance(value, float | int | numbers.Real)
 
 
 def on_cpu(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import pickle
+from decimal import Decimal
 
 import cloudpickle
 import numpy as np
@@ -118,15 +119,12 @@ def test_workers_are_merged_by_the_kind_of_value(parts, expected):
     assert merge_workers(parts) == expected
 
 
-def test_the_newest_text_of_a_worker_counts():
-    found = summary_of([("first", 1), ("second", 1)], "note")
-    assert found["note"] == found["last_note"] == "second"
-    merged = merge_segments([{"note": "a"}, {"note": "b"}])
-    assert merged["note"] == "b"
-
-
-def test_a_numpy_string_is_no_number():
-    assert summary_of([(np.str_("cat"), 2)])["loss"] == "cat"
+@pytest.mark.parametrize("value", ["b", np.str_("cat"), 1j, torch.tensor(1j), Decimal(1)])
+def test_the_newest_value_of_a_worker_without_a_mean_counts(value):
+    found = summary_of([("first", 1), (value, 1)], "note")
+    assert found["note"] == found["last_note"] == value
+    merged = merge_segments([{"note": "a"}, {"note": value}])
+    assert merged["note"] == value
 
 
 @pytest.mark.parametrize("value", [0.1, float("nan")])
