@@ -29,7 +29,7 @@ class MeanLoss:
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
         tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
-        return tf.reduce_mean(tf.cast(self.compiled.compute_loss(None, *tensors), tf.float32))
+        return tf.reduce_mean(self.compiled.compute_loss(None, *tensors))
 
 
 class BatchLosses:
@@ -85,11 +85,11 @@ class BatchLosses:
             arguments = (features, target, output, weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
             loss = model.compute_loss(*arguments, **({"training": training} if takes else {}))
-            return tf.cast(loss, tf.float32)
-        losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
+            return tf.cast(loss, keras.config.floatx())
+        losses = [tf.reduce_sum(loss) for loss in model.losses]
         if target is not None:
             losses.append(self.criterion(target, output, weights))
-        return tf.add_n(losses)
+        return tf.add_n([tf.cast(loss, keras.config.floatx()) for loss in losses])
 
     def measure(self, prefix: str, loss: Any, unpacked: Any, output: Any) -> dict[str, Any]:
         """Return what a batch reports: its loss, losses of the outputs, and registered metrics.
@@ -155,11 +155,11 @@ def _multiply_weights(class_weight: Mapping[Any, float], target: Any, sample_wei
     if classes.ndim > 1:
         classes = classes.argmax(axis=-1) if classes.shape[-1] > 1 else classes[..., 0]
     factors = [class_weight.get(each, 1.0) for each in classes.round().astype(int).ravel().tolist()]
-    weights = np.asarray(factors, np.float32).reshape(classes.shape)
-    if sample_weight is None:
-        return weights
-    sample_weight = np.asarray(sample_weight, np.float32)
-    return weights.reshape(sample_weight.shape) * sample_weight
+    weights = np.asarray(factors, keras.config.floatx()).reshape(classes.shape)
+    if sample_weight is not None:
+        own = np.asarray(sample_weight, weights.dtype)
+        weights = weights.reshape(own.shape) * own
+    return weights
 
 
 class BatchMetrics:

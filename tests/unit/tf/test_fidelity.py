@@ -10,6 +10,7 @@ pytest.importorskip("tensorflow")
 from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import TrainRequest
 from raysgd.tf.communication import KerasCollectives
+from raysgd.tf.losses import MeanLoss, _multiply_weights
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner
 from tests.fidelity import Meeting
@@ -102,3 +103,8 @@ def test_two_updates_per_step_need_whole_batches(caplog):
     np.testing.assert_allclose(found, expected, atol=1e-12)
     assert sizes == [(11, *[33, 33, 33, 1] * 2)]
     assert "train_batch calls self.minimize() several times" in caplog.text
+
+
+def test_losses_and_class_weights_have_the_precision_of_keras():
+    assert float(MeanLoss("mae")(np.zeros((1, 1)), np.full((1, 1), 0.1))) == 0.1
+    assert _multiply_weights({0: 0.1}, np.zeros(1), None) == [0.1]
