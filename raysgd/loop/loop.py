@@ -218,17 +218,15 @@ class Loop:
         train_state, source = self.train_state, self.source
         self._rank_with_fewest = None
         source.current_epoch, offset = self._position.epoch, self._position.offset
-        steps_left = source.steps_left(offset)
-        agree_on_batch: Callable[[int], int] | None = None
-        if not source.is_partitioned and train_state.context.world_size > 1:
-            # The workers' own loaders can differ in length. The shortest one ends the epoch.
-            if steps_left is not None:
-                steps_left = self._fewest_batches(steps_left)
-            else:
-                agree_on_batch = self._fewest_batches
-        if source.unread is None:
+        if source.unread is None:  # first, because the length may depend on the epoch
             source.agree_on_order(source.current_epoch, offset, train_state.collectives)
-        return steps_left, agree_on_batch
+        steps_left = source.steps_left(offset)
+        if source.is_partitioned or train_state.context.world_size == 1:
+            return steps_left, None
+        # The workers' own loaders can differ in length. The shortest one ends the epoch.
+        if steps_left is None:
+            return None, self._fewest_batches
+        return self._fewest_batches(steps_left), None
 
     def _fewest_batches(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""

@@ -136,8 +136,7 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
         return True
     batches: Any = loader.batch_sampler
     # If a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy.
-    is_own = type(batches) is not BatchSampler or loader.batch_size is None
-    return batches is not None and is_own
+    return batches is not None and (type(batches) is not BatchSampler or loader.batch_size is None)
 
 
 def nested_datasets(data: Any) -> list[Any]:
@@ -245,6 +244,7 @@ class EpochOrder:
             RuntimeError: If the orders have differed from the beginning.
         """
         if size == 1:
+            self.draw(epoch)
             self._have_agreed = True  # also for workers that join later with new samplers
             return
         was_drawn = self.is_drawn(epoch)

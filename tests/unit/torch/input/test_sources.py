@@ -33,7 +33,7 @@ from raysgd.torch.input.loader_copies import without_states
 from raysgd.torch.input.sources import wrap_loader
 from tests.conftest import wait_until
 from tests.ledger import Ids
-from tests.operators import Streamed
+from tests.operators import Streamed, make_data
 
 
 class Numbers(Ids):
@@ -125,11 +125,6 @@ class Drawn(Reversed):
     def __iter__(self):
         self.size = 7
         return super().__iter__()
-
-
-def test_a_sampler_may_make_its_length_exact_as_an_epoch_begins():
-    loader = wrap(DataLoader(tensors(), 2, sampler=Drawn(10)))
-    assert indices(loader.batches(0, 0)) == [6, 5, 4, 3, 2, 1, 0]
 
 
 class ByEpoch(Reversed):
@@ -712,6 +707,14 @@ class Growing(ByEpoch):
 
     def __iter__(self):
         return iter(range(len(self)))
+
+
+def test_an_epoch_has_the_length_that_its_sampler_has_then(make_trainer):
+    drawn = wrap(DataLoader(tensors(), 2, sampler=Drawn(10))).batches(0, 0)
+    assert indices(drawn) == [6, 5, 4, 3, 2, 1, 0]
+    trainer, loader = make_trainer(), DataLoader(make_data(20), 2, sampler=Growing(2))
+    trainer.apply_all_operators(lambda operator: operator.register_data(train_loader=loader))
+    assert [trainer.train()["num_samples"] for _ in range(4)] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
