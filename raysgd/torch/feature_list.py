@@ -63,7 +63,8 @@ def features_of(
         yield BadStepFilter(registered, options.bad_steps)  # updates that are not applied
     yield GradientNorms(registered, max_grad_norm)  # clipping
     if registered.has_all_parameters:  # otherwise, the shards restore them and their optimizer
-        yield Rollback(registered.optimizers, registered.models, options.bad_steps is not None)
+        objects = registered.optimizers, registered.models
+        yield Rollback(*objects, registered.refuse_split, options.bad_steps is not None)
     yield registered.buffer_copies  # for discarded updates
     yield registered.micro_batching  # of batches that do not fit into memory
     yield own.schedules  # learning rates

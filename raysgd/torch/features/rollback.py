@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
@@ -30,33 +31,32 @@ class Rollback(UpdateFeature):
 
     This feature copies only if an update has several optimizer steps, or if `train_batch` of an
     earlier step changed parameters before the update, as sharpness-aware minimization does. With
-    bad steps, it also copies before the first update. Otherwise the version counters of PyTorch
-    show whether a discarded step changed parameters. If so, the state is damaged. The counters do
-    not detect changes through ``parameter.data``.
+    bad steps or micro-batches, it also copies before the first update. Otherwise the version
+    counters of PyTorch show whether a discarded step changed parameters. If so, the state is
+    damaged. The counters do not detect changes through ``parameter.data``.
     """
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         models: Sequence[torch.nn.Module],
+        refuse_split: Callable[[str], None],
         has_bad_steps: bool = False,
     ) -> None:
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
-        self._backups = [_OptimizerBackup(optimizer) for optimizer in (*optimizers, *wrapped)]
+        self._backups = [_OptimizerBackup(each) for each in (*optimizers, *wrapped)]
         renormalized = renormalized_weights(models)
-        model_parameters = (parameter for model in models for parameter in model.parameters())
-        stepped = itertools.chain.from_iterable(map(parameters_of, optimizers))
-        self._parameters = [
-            parameter
-            for parameter in dict.fromkeys([*model_parameters, *stepped])
-            if parameter not in renormalized and not torch.nn.parameter.is_lazy(parameter)
-        ]
+        self._stepped = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
+        found = {id(p): p for model in models for p in model.parameters()} | self._stepped
+        self._parameters = [p for p in found.values() if p not in renormalized and not is_lazy(p)]
         self._versions: TensorVersions | None = None
         self._has_copies = False
-        self._moves_parameters = None if has_bad_steps else False  # None: not known yet
+        self._refuse_split, self._has_bad_steps = refuse_split, has_bad_steps
+        self._moves: bool | None = None  # parameters, before the update. None: not known yet
 
     def begin_update(self, update: Update) -> None:
-        self._has_copies = update.optimizer_steps.need_copies or self._moves_parameters is not False
+        moves = self._has_bad_steps or update.is_split if self._moves is None else self._moves
+        self._has_copies = update.optimizer_steps.need_copies or moves
         if self._has_copies:
             for backup in self._backups:
                 backup.take()
@@ -74,10 +74,11 @@ class Rollback(UpdateFeature):
                     "A bad step cannot be undone, because train_batch changed parameters before "
                     "the update for the first time. Load a checkpoint: trainer.load(path)."
                 )
-        elif not self._moves_parameters:
-            self._moves_parameters = bool(self._versions.find_changed())
-            needs_copies = self._moves_parameters or update.optimizer_steps.need_copies
-            if self._has_copies and not needs_copies:
+        elif not (self._moves or update.optimizer_steps.counts):
+            self._moves = not self._versions.find_changed().isdisjoint(self._stepped)
+            if self._moves and not update.has_fixed_parts:
+                self._refuse_split("train_batch changes parameters before the update")
+            if self._has_copies and not (self._moves or update.optimizer_steps.need_copies):
                 self._has_copies = False  # of the first update; release their memory
                 self._backups = [_OptimizerBackup(backup.optimizer) for backup in self._backups]
 
@@ -207,17 +208,16 @@ class BufferCopies(UpdateFeature):
 
 def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
     buffer: Any = getattr(module, name, None)
-    if value is None:
-        setattr(module, name, None)
-    elif (
-        can_copy(buffer, value)
+    if (
+        value is not None
+        and can_copy(buffer, value)
         and (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
         and buffer.layout is torch.strided
         and 0 not in buffer.stride()  # elements of an expanded tensor share memory
     ):
         buffer.detach().copy_(value)
     else:
-        setattr(module, name, value.clone())
+        setattr(module, name, None if value is None else value.clone())
 
 
 class _Copies:

@@ -152,9 +152,8 @@ class StepChecks(UpdateFeature):
             )
         is_watched = self._watched and (losses.has_loss or self._precision.scales_loss)
         if is_watched and self._have_changed(optimizer):
-            num_batches = self._registered.accumulation_steps
-            accumulation = f"gradient_accumulation_steps={num_batches}"
-            why = accumulation if num_batches > 1 else self._precision.name
+            number, why = self._registered.accumulation_steps, self._precision.name
+            why = f"gradient_accumulation_steps={number}" if number > 1 else why
             raise RuntimeError(
                 "train_batch changes gradients between self.backward(loss) and self.optimizer_step("
                 f"optimizer). With {why}, they are not final there. Clip with "

@@ -347,6 +347,12 @@ class Changing(Exact):
         return super().optimizer_step(optimizer)
 
 
+class Decaying(Exact):
+    def train_batch(self, batch, batch_info):
+        torch._foreach_mul_([each.detach() for each in self.model.parameters()], 0.9)
+        return super().train_batch(batch, batch_info)
+
+
 class Hooked(Exact):
     def register(self, **arguments):
         for each in arguments["models"].parameters():
@@ -377,6 +383,7 @@ class OwnLoop(Exact):
 WHOLE = {
     Raw: "train_batch calls optimizer.step()",
     Changing: "train_batch changes gradients before it steps an optimizer",
+    Decaying: "train_batch changes parameters before the update",
     Hooked: "a hook of a parameter may change accumulated gradients",
     Skipping: "train_batch makes no update in the last batch of a group",
     Twofold: "train_batch computes gradients after it has stepped an optimizer",

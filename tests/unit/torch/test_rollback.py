@@ -19,7 +19,7 @@ from raysgd.torch.runner import TorchRunner
 from raysgd.torch.tensors import TensorVersions
 
 
-def test_versions_find_changed_and_replaced_gradients_and_keep_none_alive():
+def test_versions_find_changed_replaced_and_moved_gradients_and_keep_none_alive():
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     gradient = weakref.ref(parameter.grad)
@@ -31,9 +31,6 @@ def test_versions_find_changed_and_replaced_gradients_and_keep_none_alive():
     parameter.grad = parameter.grad.clone()
     assert id(parameter.grad) in versions.find_changed()
     assert gradient() is None
-
-
-def test_versions_find_gradients_that_change_places():
     gradients = [torch.ones(2), torch.ones(2)]
     versions = TensorVersions(lambda: gradients)
     gradients.reverse()
@@ -52,7 +49,7 @@ class Steps:
 
     def __init__(self, *optimizers, models=()):
         self.step, self.optimizers = Update(), optimizers
-        self.rollback = Rollback(optimizers, models)
+        self.rollback = Rollback(optimizers, models, print)
         self.step.optimizer_steps.max_counts.update(dict.fromkeys(map(id, optimizers), 2))
 
     def begin(self):
@@ -87,7 +84,7 @@ def test_copies_for_a_first_bad_step_are_released():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, step = torch.optim.SGD([parameter], lr=0.5), Update()
     step.optimizer_steps.expect([optimizer])
-    rollback = Rollback([optimizer], [], has_bad_steps=True)
+    rollback = Rollback([optimizer], [], print, has_bad_steps=True)
     rollback.begin_update(step)
     assert len(rollback._backups[0]._copies.values) == 1
     rollback.before_optimizer_step(step, optimizer)
@@ -232,21 +229,14 @@ def of_another_layout(model):
     model.graph = dense.triu().to_sparse_csr() if model.graph.layout is torch.strided else dense
 
 
-def with_more_entries(model):
-    model.graph = (model.graph.to_dense() + 1).to_sparse_csr()
-
-
-def removed(model):
-    model.cache = None
-
-
-def filled(model):
-    model.late = torch.ones(3)
-
-
-CHANGES = [of_other_forms, filled, batch_norm, in_place, replaced, grown, removed]
-CHANGES += [of_another_layout, with_more_entries, lambda model: model.average.data.add_(1)]
-CHANGES += [lambda model: setattr(model, "average", model.average.to(torch.float16))]
+CHANGES = [of_other_forms, batch_norm, in_place, replaced, grown, of_another_layout]
+CHANGES += [
+    lambda model: setattr(model, "late", torch.ones(3)),
+    lambda model: setattr(model, "cache", None),
+    lambda model: setattr(model, "graph", (model.graph.to_dense() + 1).to_sparse_csr()),
+    lambda model: model.average.data.add_(1),
+    lambda model: setattr(model, "average", model.average.to(torch.float16)),
+]
 
 
 def values(model):

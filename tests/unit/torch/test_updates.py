@@ -378,7 +378,8 @@ def test_rollback_restores_the_wrapped_optimizer():
     optimizer = Wrapping(model)
     model(X).sum().backward()
     optimizer.step()
-    before, backups = copy.deepcopy(optimizer.base.state), Rollback([optimizer], [])._backups
+    rollback = Rollback([optimizer], [], print)
+    before, backups = copy.deepcopy(optimizer.base.state), rollback._backups
     for backup in backups:
         backup.take()
     optimizer.step()
@@ -416,7 +417,7 @@ def test_states_of_several_tensors_are_copied_sent_and_restored(process_group):
     optimizer = momentum(net())
     parameter = optimizer.param_groups[0]["params"][0]
     optimizer.state[parameter]["exp_avg"] = packed
-    (image,) = Rollback([optimizer], [])._backups
+    (image,) = Rollback([optimizer], [], print)._backups
     image.take()
     copied = map_leaves({"state": [packed]}, try_copy)["state"][0]
     sent = TorchCollectives(torch.device("cpu")).broadcast(lambda: {"a": packed}, 0)["a"]
