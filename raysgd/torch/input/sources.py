@@ -271,10 +271,10 @@ class MapStyleSource(PartitionedSource):
         return any(bool((each.tensors[-1] == IGNORED).any()) for each in in_memory)
 
     def fingerprint(self) -> str:
-        partition = self.partition
-        sizes = f"{partition.epoch_size} samples, drop_last {partition.drop_last}"
+        size = self._epoch_size  # when it was registered, as by a worker that joins later
+        sizes = f"{size} samples, drop_last {self.partition.drop_last}"
         if self._assigns_batches:
-            sizes = f"{partition.epoch_size} batches of its {type(self.order_sampler).__name__}"
+            sizes = f"{size} batches of its {type(self.order_sampler).__name__}"
         elif self.loader.batch_size is None:
             sizes += ", batch_size None"
         if self.loader.generator is not None:
