@@ -126,7 +126,8 @@ class OperatorTrainer(TrainerProperties):
             value of each metric. Or a list with a dict for each worker.
 
         Raises:
-            ValueError: if `num_steps` is below 1 or `max_retries` below 0.
+            ValueError: if `num_steps` is below 1 or `max_retries` below 0, or for a `dataset` with
+                equal bits for any number of workers.
             WorkerLostError: if workers are lost more often than `max_retries`, or too few are left.
             BaseException: an error of user code. Finished steps stay done, and the trainer remains
                 usable.
@@ -137,6 +138,8 @@ class OperatorTrainer(TrainerProperties):
         info = as_dict("train", "info", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
+        if dataset is not None and (fixed_by := self._options.layout.fixed_by):
+            raise ValueError(f"train(dataset=...) does not work with {fixed_by}. Leave it out.")
         self._dispatcher.check_open(changes_state=True)
         with self._callback_list.within_call(self):
             request = self._fit_loop.train_request(info, profile, dataset)
