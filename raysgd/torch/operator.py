@@ -230,19 +230,22 @@ class TrainingOperator(OperatorBase):
             )
         return count
 
-    def count_for_backward(self, batch: Any, num_samples: int, target: Any = None) -> LossCount:
+    def count_for_backward(
+        self, batch: Any, num_samples: int, target: Any = None, num_terms: int | None = None
+    ) -> LossCount:
         """Return what the default `train_batch` passes to `backward` as ``num_samples``.
 
         Args:
             batch: The batch, for `num_items`.
             num_samples: Number of its samples.
             target: The target, if ``self.criterion`` computes the loss.
+            num_terms: What counts if an override of `num_items` returns None; None: `num_samples`.
         """
         num_items = type(self).num_items
         # Whether workers communicate must not depend on the batch.
         if num_items is not TrainingOperator.num_items:
             items = num_items(self, batch)
-            items = num_samples if items is None else items
+            items = (num_terms or num_samples) if items is None else items
             caller = f"{type(self).__name__}.num_items returned "
             return LossCount(as_count(items, caller, "count"), num_samples)
         criterion = None if target is None else getattr(self, "criterion", None)

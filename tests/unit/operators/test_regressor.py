@@ -30,6 +30,21 @@ def test_shapes_that_would_be_broadcast_are_refused():
         operator.train_batch((torch.zeros(4, 2), torch.zeros(4)), {})
 
 
+def test_without_a_number_of_items_all_terms_of_a_batch_count():
+    class Uncounted(Regressor):
+        def num_items(self, batch):
+            return None
+
+    trained = []
+    for operator_cls in (Regressor, Uncounted):
+        model = torch.nn.Linear(2, 3, bias=False)
+        torch.nn.init.ones_(model.weight)
+        operator = run_operator(operator_cls, {"model": model, "optimizer": "sgd"})
+        found = operator.train_batch((torch.ones(4, 2), torch.zeros(4, 3)), {})
+        trained.append([found["train_loss"].compute(), *model.weight.flatten().tolist()])
+    assert trained[0] == trained[1]
+
+
 @pytest.mark.parametrize("loss", ["mse", "l1", "huber"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_targets_keep_their_precision(loss, dtype):
