@@ -235,8 +235,10 @@ class OptimizerSteps:
 
     def request(self, optimizer: Any) -> bool:
         """Record the request of a step. Return False if it is the second in this micro-batch."""
-        before, self.requested = self.requested, self.requested | {id(optimizer)}
-        return self.requested != before
+        key = id(optimizer)
+        is_first = key not in self.requested
+        self.requested |= {key}
+        return is_first
 
     def begin(self, optimizer: Any, is_requested: bool = True) -> None:
         """Begin a step of an optimizer, which may change the state from now on."""

@@ -156,7 +156,7 @@ class BufferCopies(UpdateFeature):
         ]
         self._outside_norms = [slot for slot in self._slots if not isinstance(slot[0], _BatchNorm)]
         self.values: list[torch.Tensor | None] = []
-        self._copies, self._of_step = _Copies(), _Copies()
+        self._copies, self._copies_at_step = _Copies(), _Copies()
         self.take()
 
     def tensors(self) -> list[torch.Tensor | None]:
@@ -166,9 +166,9 @@ class BufferCopies(UpdateFeature):
         """Begin each micro-batch of a step with the same buffers, except running statistics."""
         if self._outside_norms and update.is_split and not update.has_fixed_parts:
             if not update.begins_step:
-                self.write(self._of_step.values, self._outside_norms)
+                self.write(self._copies_at_step.values, self._outside_norms)
             with torch.no_grad():
-                self._of_step.take([m._buffers.get(name) for m, name in self._outside_norms])
+                self._copies_at_step.take([m._buffers.get(name) for m, name in self._outside_norms])
 
     def begin_call(self, logs_steps: bool) -> None:
         self.take()  # user code may have changed them between calls

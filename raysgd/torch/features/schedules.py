@@ -20,8 +20,8 @@ from raysgd.torch.tensors import copy_leaf
 class Schedules(UpdateFeature):
     def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
         self._registered, self._checks = registered, checks
-        self._of_update: list[Any] = []  # states of schedulers
-        self._of_step: list[Any] = []
+        self._states_at_update: list[Any] = []  # states of schedulers
+        self._states_at_step: list[Any] = []
         self._rates: list[dict[str, Any]] = []
 
     def step(self, update: Update) -> None:
@@ -49,11 +49,11 @@ class Schedules(UpdateFeature):
             return
         groups = [g for o in registered.optimizers if update.is_split for g in o.param_groups]
         if update.begins_step:
-            self._of_step = list(map(scheduler_state, registered.schedulers))
-            self._of_update = self._of_update or self._of_step
+            self._states_at_step = list(map(scheduler_state, registered.schedulers))
+            self._states_at_update = self._states_at_update or self._states_at_step
             self._rates = [{k: (g[k], copy_leaf(g[k])) for k in g if k != "params"} for g in groups]
         else:
-            self._restore(self._of_step)
+            self._restore(self._states_at_step)
             for group, rates in zip(groups, self._rates, strict=True):
                 for name, (rate, old) in rates.items():
                     if torch.is_tensor(rate):  # user code may hold it
@@ -61,11 +61,11 @@ class Schedules(UpdateFeature):
                     group[name] = rate if torch.is_tensor(rate) else copy_leaf(old)
 
     def commit(self, update: Update) -> None:
-        self._of_update = []
+        self._states_at_update = []
 
     def roll_back(self, update: Update) -> None:
-        self._restore(self._of_update)  # the update may fail after schedulers have stepped
-        self._of_update = []
+        self._restore(self._states_at_update)  # the update may fail after schedulers have stepped
+        self._states_at_update = []
 
     def _restore(self, states: Sequence[Any]) -> None:
         for scheduler, state in zip(self._registered.schedulers, states, strict=False):
