@@ -565,9 +565,7 @@ def test_a_data_set_takes_the_place_of_the_train_loader_and_begins_at_its_beginn
     assert trainer.train()["num_samples"] == 40
     of_items = [*range(100, 110), *range(100, 110), *range(100, 104), *range(100, 106)]
     assert operator.trained == [*EPOCH[:16], *of_items, *EPOCH]
-    with pytest.raises(
-        ValueError, match=r'train\(dataset=\.\.\.\) does not work with exact="bits"'
-    ):
+    with pytest.raises(ValueError, match=r'dataset=\.\.\.\) does not work with exact="bits"'):
         start(exact="bits")[0].train(dataset=data)
 
 

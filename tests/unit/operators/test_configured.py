@@ -40,11 +40,9 @@ def test_an_optimizer_by_name(name, kind):
 
 
 def test_an_optimizer_by_function():
-    def make(parameters, config):
-        return torch.optim.RMSprop(parameters, lr=config["lr"])
-
-    optimizer = build(optimizer=make, lr=0.25).optimizer
-    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.RMSprop, 0.25)
+    made = build(optimizer=lambda p, config: torch.optim.RMSprop(p, config["lr"]), lr=0.25)
+    assert type(made.optimizer) is torch.optim.RMSprop
+    assert made.optimizer.defaults["lr"] == 0.25
 
 
 def test_a_scheduler_can_count_the_steps_of_an_epoch():
@@ -128,9 +126,8 @@ def test_a_misspelled_key_causes_a_warning(caplog):
 
 
 def test_other_keys_are_ignored(caplog):
-    operator = run_operator(
-        Regressor, {"model": torch.nn.Linear(2, 1), "depth": 3, "learning": 1, 7: "seven"}
-    )
+    config = {"model": torch.nn.Linear(2, 1), "depth": 3, "learning": 1, 7: "seven"}
+    operator = run_operator(Regressor, config)
     assert not caplog.text
     assert operator.config["depth"] == 3
 
@@ -159,11 +156,8 @@ def test_an_error_names_the_wrong_value(config, message):
         build(**config)
 
 
-OPERATORS = [
-    cls
-    for cls in (getattr(operators, name) for name in operators.__all__)
-    if hasattr(cls, "OPTIONS")
-]
+EXPORTED = [getattr(operators, name) for name in operators.__all__]
+OPERATORS = [exported for exported in EXPORTED if hasattr(exported, "OPTIONS")]
 
 
 @pytest.mark.parametrize("operator_cls", OPERATORS, ids=lambda cls: cls.__name__)
@@ -202,10 +196,7 @@ MASKS = torch.tensor([[[0, 1], [255, 255]]], dtype=torch.uint8)
 def test_ignored_targets_do_not_count_in_a_workers_weight(operator_cls, config, batch, counts):
     operator, found = run_operator(operator_cls, config), []
 
-    def total(count):
-        found.append(count)
-        return count
-
-    operator._train_state.registered.exchange.all_reduce_sum = total
+    exchange = operator._train_state.registered.exchange
+    exchange.all_reduce_sum = lambda count: found.append(count) or count
     operator.train_batch(batch, {})
     assert found == counts
