@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +71,9 @@ class TrainState(ABC):
         self.optimizers: list[Any] = []  # that are registered
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.features: list[UpdateFeature] = []
-        self.features_with: defaultdict[str, list[UpdateFeature]] = defaultdict(list)
+        self.features_with: dict[str, list[UpdateFeature]] = {}
         """The features that override a hook, by its name. Updates call only these."""
+        self.set_features(())
         self.modes_before: list[tuple[Any, bool]] = []
         """Modules with their train or eval modes before the first evaluation since training."""
 
