@@ -27,7 +27,7 @@ class ElasticConfig:
     """
 
     max_attempts: int = 10
-    """Maximum number of waits for enough workers, and of failed replacements in a row."""
+    """Limit of waits for workers, of failed replacements in a row, and of losses before a call."""
     initial_s: float = 1.0
     """Seconds before the second attempt. Each further wait is twice as long."""
     max_s: float = 60.0

@@ -74,7 +74,7 @@ class Controller:
         self.policy = policy = Policy(
             process_can_rejoin=backend is None or backend.process_can_rejoin,
             supports_live_join=supports_live_join,
-            max_attempts=elastic.max_attempts,
+            max_early_failures=elastic.max_attempts,
             may_grow=elastic.grow and not group.options.is_inline,
             keeps_snapshots=elastic.snapshot_every is not None,
         )

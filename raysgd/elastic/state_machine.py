@@ -301,7 +301,7 @@ def _after_worker_failure(state: Broken, lost: LostWorkers, policy: Policy) -> T
             why = f"workers were lost in one call more often than max_retries={budget.max_failures}"
     else:
         budget = replace(budget, num_early_failures=budget.num_early_failures + 1)
-        if budget.num_early_failures > policy.max_attempts:
+        if budget.num_early_failures > policy.max_early_failures:
             why = f"workers were lost {budget.num_early_failures} times before the call began"
     actions += [Fail(why, lost) if why else Do.CHECK_GROUP]
     return replace(state, budget=budget), tuple(actions)

@@ -385,7 +385,7 @@ class BackendExecutor:
 
         These losses do not count against the retries of a run.
         """
-        most = self._elastic.max_attempts
+        most = controller.policy.max_early_failures
         controller.run(Call(request=EndRunRequest(), method="run", max_failures=most))
 
     def _find_override(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:

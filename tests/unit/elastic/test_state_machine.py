@@ -15,12 +15,12 @@ from raysgd.elastic.state_machine import Broken, CallBudget, Do, Ready, Running,
 from raysgd.errors import CollectiveError
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
-MAX_ATTEMPTS = 2
+MAX_EARLY_FAILURES = 2
 POLICIES = [
     Policy(
         process_can_rejoin=rejoins,
         supports_live_join=can_join,
-        max_attempts=MAX_ATTEMPTS,
+        max_early_failures=MAX_EARLY_FAILURES,
         may_grow=may_grow,
         keeps_snapshots=keeps_snapshots,
     )
@@ -141,7 +141,7 @@ def test_a_call_costs_no_more_than_its_budget(steps):
         budget, is_over = after.budget, any(key(action) is state_machine.Fail for action in actions)
         is_over = is_over or budget == state.budget  # an earlier step may have ended the call
         assert is_over or budget.num_failures <= budget.max_failures
-        assert is_over or budget.num_early_failures <= MAX_ATTEMPTS
+        assert is_over or budget.num_early_failures <= MAX_EARLY_FAILURES
 
 
 @given(lives())
