@@ -17,22 +17,27 @@ from dataclasses import dataclass, replace
 class StepLayout:
     """The size of each step of a group, and its parts: by workers, or a fixed number.
 
-    By workers, each worker trains one part, also if `num_parts` makes the size of a step constant.
+    By workers, each worker trains one part, also if the group `keeps_step_size`.
     Fixed parts do not depend on the workers: a worker trains the parts that it owns one after the
     other, and the generators of random numbers are seeded for each. Only `fixed_by` fixes parts.
     `CONTRIBUTING.md` defines these terms.
     """
 
-    num_parts: int | None = None  # that a step is sized for; None: one for each current worker
+    num_planned: int | None = None  # parts that a step is sized for; None: one per current worker
     fixed_by: str = ""  # the argument that fixes the parts, for messages; "": parts by workers
 
     @functools.cached_property
     def has_fixed_parts(self) -> bool:
         return bool(self.fixed_by)
 
+    @functools.cached_property
+    def keeps_step_size(self) -> bool:
+        """Whether the size of a step does not depend on the number of workers."""
+        return self.num_planned is not None
+
     def num_planned_parts(self, num_workers: int) -> int:
         """Return the number of parts that a step is sized for."""
-        return self.num_parts or num_workers
+        return self.num_planned or num_workers
 
     def num_trained_parts(self, num_workers: int) -> int:
         """Return the number of parts that `num_workers` workers train in a step."""

@@ -291,8 +291,8 @@ class PartitionedSource(BatchSource):
         # The loader uses config[BATCH_SIZE], a part of the global batch.
         follows_config = size is not None and size == config_batch_size
         layout = BY_WORKERS if size is None else layout  # a ready batch cannot grow
-        if follows_config and layout.num_parts is not None and requested_batch_size is not None:
-            size = requested_batch_size // layout.num_parts
+        if follows_config and layout.keeps_step_size and requested_batch_size is not None:
+            size = requested_batch_size // layout.num_planned_parts(world_size)
         super().__init__(loader)
         self._epoch_size = epoch_size
         self._partition = EpochPartition(
@@ -347,8 +347,8 @@ class PartitionedSource(BatchSource):
     def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
         self.discard_unread()
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
-        layout = self._partition.layout
-        if self._follows_config and config_batch_size is not None and layout.num_parts is None:
+        keeps_size = self._partition.layout.keeps_step_size
+        if self._follows_config and config_batch_size is not None and not keeps_size:
             self.set_batch_size(config_batch_size, follows_config=True)
 
     def change_partition(self, **fields: Any) -> None:
@@ -361,7 +361,7 @@ class PartitionedSource(BatchSource):
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
         partition = self._partition
-        keeps_size = partition.training and partition.layout.num_parts is not None
+        keeps_size = partition.training and partition.layout.keeps_step_size
         requested = self._requested_batch_size if follows_config and keeps_size else None
         self._partition = replace(partition, batch_size=size, requested_batch_size=requested)
         self._follows_config = follows_config

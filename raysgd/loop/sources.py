@@ -143,7 +143,8 @@ class DataSources(ABC):
     def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
         """Warn if steps have another number of samples than at a saved position."""
         now, then = self.training_source.global_batch_size, position.get("global_batch")
-        if None not in (now, then, self._settings.options.layout.num_parts) and now != then:
+        keeps_size = self._settings.options.layout.keeps_step_size
+        if keeps_size and None not in (now, then) and now != then:
             self._settings.warn_once(
                 "step size",
                 "A step had %d samples when the state was saved, and has %d now. This changes the "
@@ -213,7 +214,7 @@ class DataSources(ABC):
     def keeps_requested_size(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
         _, follows_config = self.batching().get("train", (0, False))
-        return follows_config and self._settings.options.layout.num_parts is not None
+        return follows_config and self._settings.options.layout.keeps_step_size
 
     def release(self) -> None:
         for source in self._sources.values():

@@ -271,7 +271,7 @@ class DatasetSource(PartitionedSource):
         if self._splits_batches:
             batch_size = -(-batch_size // self._layout.num_planned_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
-        may_split = partition.may_split and self._layout.num_parts is not None
+        may_split = partition.may_split and self._layout.keeps_step_size
         # This partition by samples only plans the step, and the size of its epoch does not matter.
         by_samples = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
         self._newest_plan = by_samples.plan((sum(sizes),))

@@ -374,8 +374,8 @@ class EqualBitsBuffers:
             after: list[Any] = self._stored.get(part, before)
             weight = num_samples / (plan.total_samples or 1)
             tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])
-        assert partition.layout.num_parts is not None
-        return sum_over_workers(tree, partition.layout.num_parts, partition.shares)
+        num_parts = partition.layout.num_planned_parts(partition.world_size)
+        return sum_over_workers(tree, num_parts, partition.shares)
 
 
 class PartMetrics:
@@ -396,7 +396,7 @@ class PartMetrics:
         messages = self._gather(pickle.dumps(map_leaves(own, on_cpu)))
         rows = [row for message in messages for row in pickle.loads(message)]
         rows.sort(key=lambda row: row[0])
-        last = (partition.layout.num_parts or 1) - 1
+        last = partition.layout.num_planned_parts(partition.world_size) - 1
         return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
 
     def _gather(self, own: bytes) -> list[bytes]:
