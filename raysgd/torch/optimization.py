@@ -65,6 +65,7 @@ class Optimization(UpdateFeature):
         self._registered, self._update, self._checks = registered, registered.update, checks
         self._accumulated = AccumulatedGradients()
         self._in_optimizer_step = False  # and not in ``optimizer.step()`` of user code
+        self._newest_finished: torch.optim.Optimizer | None = None  # since `step` began
         self._has_stepped = False  # an optimizer, or one that it wraps
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
@@ -142,8 +143,7 @@ class Optimization(UpdateFeature):
             self._registered.exchange.take_gradients(optimizer)
             self._accumulated.set_aside(parameters_of(optimizer))
             return False
-        counts, key, self._in_optimizer_step = update.optimizer_steps.counts, id(optimizer), True
-        before = counts.get(key)
+        self._in_optimizer_step, self._newest_finished = True, None
         try:
             self._registered.exchange.complete_gradients(optimizer)
             if not update.loss_weights.lack_items:
@@ -153,7 +153,7 @@ class Optimization(UpdateFeature):
                     self._registered.precision.step(optimizer)
         finally:
             self._in_optimizer_step = False
-        if counts.get(key) == before:  # no items, an overflow, or a bad step
+        if self._newest_finished is not optimizer:  # no items, an overflow, or a bad step
             self._finish_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
         if update.loss_weights.num_earlier:
@@ -193,7 +193,7 @@ class Optimization(UpdateFeature):
 
     def _finish_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._registered.optimizers:
-            self._has_stepped = True
+            self._has_stepped, self._newest_finished = True, optimizer
             self._update.optimizer_steps.end(optimizer)
             if not self._in_optimizer_step:
                 self._registered.timing.begin(OTHER)
