@@ -62,7 +62,7 @@ class Optimization(UpdateFeature):
     """
 
     def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
-        self._registered, self._update, self._checks = registered, registered.update, checks
+        self._registered, self._checks = registered, checks
         self._accumulated = AccumulatedGradients()
         self._in_optimizer_step = False  # and not in ``optimizer.step()`` of user code
         self._newest_finished: torch.optim.Optimizer | None = None  # since `step` began
@@ -101,7 +101,7 @@ class Optimization(UpdateFeature):
     ) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ValueError(f"The loss is {describe(loss)}. {ONE_ELEMENT}")
-        update, registered = self._update, self._registered
+        update, registered = self._registered.update, self._registered
         if not isinstance(count, LossCount):
             count = LossCount(None if count is None else as_count(count))
         self.counts_items = count.num_items is not None
@@ -134,7 +134,7 @@ class Optimization(UpdateFeature):
         multiply_all(unique.values(), factor)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        update = self._update
+        update = self._registered.update
         if update.is_warm_up:
             raise WarmedUp
         is_first = update.optimizer_steps.request(optimizer)
@@ -164,7 +164,7 @@ class Optimization(UpdateFeature):
     def _step_pre_hook(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        update, exchange = self._update, self._registered.exchange
+        update, exchange = self._registered.update, self._registered.exchange
         if update.is_warm_up:
             raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -194,13 +194,14 @@ class Optimization(UpdateFeature):
     def _finish_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._registered.optimizers:
             self._has_stepped, self._newest_finished = True, optimizer
-            self._update.optimizer_steps.end(optimizer)
+            self._registered.update.optimizer_steps.end(optimizer)
             if not self._in_optimizer_step:
                 self._registered.timing.begin(OTHER)
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._has_stepped = True
-        if self._update.optimizer_steps.running_optimizer is None:  # in a method such as SAM's
+        steps = self._registered.update.optimizer_steps
+        if steps.running_optimizer is None:  # in a method such as SAM's
             self._checks.check_direct_step(optimizer)
         self._registered.exchange.complete_gradients(optimizer)
 

@@ -29,7 +29,6 @@ class StepChecks(UpdateFeature):
 
     def __init__(self, registered: RegisteredObjects) -> None:
         self._registered, self._precision = registered, registered.precision
-        self._update = registered.update
         self._refuse_split = registered.refuse_split
         self._watched: dict[int, TensorVersions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
@@ -87,7 +86,7 @@ class StepChecks(UpdateFeature):
     # ---- within a micro-batch
 
     def _refuse_collective(self, name: str) -> None:
-        update = self._update
+        update = self._registered.update
         if not update.is_open or update.optimizer_steps.running_optimizer is not None:
             return
         self._collective = name
@@ -99,8 +98,8 @@ class StepChecks(UpdateFeature):
 
     def warn_of_dropped_samples(self, segment: Segment | None) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
-        registered = self._registered
-        has_weight = registered.exchange.averaging_size > 1 or not self._update.has_one_micro_batch
+        registered, update = self._registered, self._registered.update
+        has_weight = registered.exchange.averaging_size > 1 or not update.has_one_micro_batch
         if not has_weight or segment is None or (drawn := segment.num_collated) is None:
             return
         num_rows, is_clear = ParsedBatch((segment.batch,), {}, None).count_samples(drawn)
@@ -116,7 +115,7 @@ class StepChecks(UpdateFeature):
             )
 
     def before_backward(self, count: LossCount) -> None:
-        update, registered = self._update, self._registered
+        update, registered = self._registered.update, self._registered
         has_one_batch = registered.accumulation_steps == 1 and not update.has_fixed_parts
         if has_one_batch and update.loss_weights.has_loss and count.num_items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
@@ -137,12 +136,12 @@ class StepChecks(UpdateFeature):
                 )
 
     def after_backward(self) -> None:
-        update = self._update
+        update = self._registered.update
         is_final = update.in_last_micro_batch and not update.has_fixed_parts
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:
-        losses = self._update.loss_weights
+        losses = self._registered.update.loss_weights
         if not is_first:  # request of a step in the micro-batch
             self._require_unsplit(f"train_batch steps the same {type(optimizer).__name__} twice")
         if _needs_closure(type(optimizer).step):
@@ -165,7 +164,7 @@ class StepChecks(UpdateFeature):
 
     def check_direct_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reject ``optimizer.step()`` in user code that must call ``optimizer_step``."""
-        update, features = self._update, self._registered.features
+        update, features = self._registered.update, self._registered.features
         if update.is_open:
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
         why = next((each.why_optimizer_step for each in features if each.why_optimizer_step), "")
@@ -192,10 +191,10 @@ class StepChecks(UpdateFeature):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
         """Unscale gradients for user code. Return False before the last micro-batch."""
-        if self._update.in_last_micro_batch:
+        if self._registered.update.in_last_micro_batch:
             self._precision.unscale(optimizer)
             self._watched.pop(id(optimizer), None)
-        return self._update.in_last_micro_batch
+        return self._registered.update.in_last_micro_batch
 
     def _have_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether user code has changed gradients since a loss, for example by clipping.
@@ -213,7 +212,7 @@ class StepChecks(UpdateFeature):
     def _require_unsplit(self, why: str) -> None:
         """Refuse to split the batch. Raise RuntimeError if the update has several parts."""
         self._refuse_split(why)
-        if not self._update.has_one_micro_batch:
+        if not self._registered.update.has_one_micro_batch:
             num_batches = self._registered.accumulation_steps
             raise RuntimeError(
                 f"{why}. With gradient_accumulation_steps={num_batches}, call self.backward(loss) "

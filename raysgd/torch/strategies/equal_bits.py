@@ -71,7 +71,7 @@ class EqualBitsExchange(GroupExchange):
 
     def __init__(self, registered: RegisteredObjects) -> None:
         super().__init__(registered)
-        self._precision, self._update = registered.precision, registered.update
+        self._precision = registered.precision
         self._num_parts = registered.options.layout.num_planned_parts(1)
         self._buffers, self._metrics = EqualBitsBuffers(registered), PartMetrics(registered)
         self._clear()
@@ -194,11 +194,11 @@ class EqualBitsExchange(GroupExchange):
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
-        if (count := self._update.loss_weights.counted_items) is not None:
-            device = self._registered.device
+        update, device = self._registered.update, self._registered.device
+        if (count := update.loss_weights.counted_items) is not None:
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         of_optimizer = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
-        is_last = self._update.micro_batch.step_index == self._update.plan.num_steps - 1
+        is_last = update.micro_batch.step_index == update.plan.num_steps - 1
         of_optimizer.add(self._buffers.part, gradients, is_last)
         if self._stepped:  # another optimizer
             self._buffers.check_unchanged()
@@ -208,7 +208,7 @@ class EqualBitsExchange(GroupExchange):
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the sum over all parts into the gradients. Every rank must call this."""
-        update, optimizers = self._update, self._registered.optimizers
+        update, optimizers = self._registered.update, self._registered.optimizers
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers, 1)}
         if not update.is_open or id(optimizer) not in numbers:
             raise RuntimeError(
