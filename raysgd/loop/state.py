@@ -10,18 +10,19 @@ entries                            state   leader  loaded by
 ``shards``                         1 s             `StateAccess.merge_shards`
 ``operator``                       2       3       the operator's ``load_state_dict``
 models, optimizers, schedulers,    3       1       `StateAccess.load`, or its ``copy_from``
-``requires_grad``, of features
+``requires_grad``, ``layers``,
+``trainable``, of features
 buffers                            3       2       `StateAccess.load`, `UpdateFeature.receive`
 shards of models and optimizers    4       0 a     `StatePlacement.load_shards`, the same hook
 ``why_not_split``                          0 a     `MicroBatching.refuse_split`
 ``is_damaged``                             4       `Update.set_damaged`
 ``call``                           5 s     7 a     `CallRecord.continue_call`
-``batching``                       6 s     8 a     `DataSources.set_batch_size`
+``batching``                       6 s     0, 8 a  `DataSources.set_batch_size`
 ``module_modes``                   7 s     5       `StateAccess.set_module_modes`
 ``data``, ``global_step``          8       6 a     `TrainState.load_position`
 ``data["rng"]``                    9 f             `RandomGenerators.set`
 ``fingerprint``                            9 a     compared by `DataSources`
-``parameters``                     0               compared by `StateAccess.check`
+``parameters``, ``frozen``         0               compared by `StateAccess.check`
 `DRIVER_KEYS`                      f               the driver
 =================================  ======  ======  ===============================================
 

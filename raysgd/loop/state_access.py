@@ -61,7 +61,7 @@ class StateAccess(ABC):
         """Apply the result of `module_modes`."""
 
     def merge_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with the shards of all workers merged."""
+        """Merge the shards in a snapshot. For files, the `StateTransfer` of the driver does so."""
         return state
 
     def reuse_memory(self, state: dict[str, Any], incoming: IncomingValue) -> dict[str, Any]:

@@ -13,8 +13,8 @@ class StatePlacement:
     """Knows which worker has which part of the models and of the states of optimizers.
 
     In this class, every worker has all of both. Subclasses shard them over the workers. For a file,
-    `read_state` calls `saved_shards` on each worker, and the driver `merge_shards`. A file has
-    no shards: each worker gets all of it, and `load_shards` keeps the worker's shard.
+    `read_state` calls `saved_shards` on each worker, and `StateTransfer.merge_shards` merges them.
+    A file has no shards: each worker gets all of it, and `load_shards` keeps the worker's shard.
     """
 
     held_state = HeldState()
@@ -45,7 +45,7 @@ class StatePlacement:
     # ---- files, snapshots, and exports
 
     def saved_shards(self) -> Sequence[Any]:
-        """Return the pieces that this worker saves, by optimizer. `merge_shards` merges them."""
+        """Return the pieces that this worker saves, by optimizer."""
         return ()
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
