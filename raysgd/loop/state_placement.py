@@ -1,4 +1,4 @@
-"""Who has which part of the models and of the states of optimizers."""
+"""Who has which shards of the models and of the states of optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raysgd.loop.feature import UpdateFeature
 
 
 class StatePlacement:
-    """Knows which worker has which part of the models and of the states of optimizers.
+    """Knows which worker has which shards of the models and of the states of optimizers.
 
     In this class, every worker has all of both. Subclasses shard them over the workers. For a file,
     `read_state` calls `saved_shards` on each worker, and `StateTransfer.merge_shards` merges them.

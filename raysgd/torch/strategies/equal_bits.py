@@ -20,6 +20,7 @@ Elsewhere, code asks for what the mode changes, not for its name:
   (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses
   (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`). `BufferCopies`
   leaves the buffers of micro-batches to `EqualBitsBuffers`.
+- ``num_operations`` of the process group, if this is gloo: whether ``train_batch`` communicates.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _KEY = "num_shards"
 _MODE = 'exact="bits"'
 _KEEP, _MEAN, _COPY, _OBJECT = range(4)
 """How to merge a buffer of several parts. The largest of all workers counts."""
-_SHARDS_DIFFER = (
+_PARTS_DIFFER = (
     "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
     "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
     "for every batch."
@@ -156,7 +157,7 @@ class EqualBitsExchange(GroupExchange):
         if self._stepped:
             self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
-            raise RuntimeError(_SHARDS_DIFFER.format(_MODE, self._registered.position.global_step))
+            raise RuntimeError(_PARTS_DIFFER.format(_MODE, self._registered.position.global_step))
         self._stepped, self._stepped_before = [], self._stepped
 
     def before_commit(self, update: Update) -> None:
@@ -250,7 +251,7 @@ class EqualBitsExchange(GroupExchange):
         minima = self._registered.collectives.all_reduce_min(*sent)
         min_step, min_kind, minus_max_step, minus_max_kind, *agreed = minima
         if (min_step, min_kind) != (-minus_max_step, -minus_max_kind):
-            raise RuntimeError(_SHARDS_DIFFER.format(_MODE, min_step))
+            raise RuntimeError(_PARTS_DIFFER.format(_MODE, min_step))
         return [-flag for flag in agreed[: len(flags)]]
 
 

@@ -89,7 +89,7 @@ class ShardUpdate(NamedTuple):
     buffers: list[torch.Tensor]
     """One buffer per dtype."""
     views: dict[int, torch.Tensor]
-    """The part of each parameter, as a view."""
+    """The elements of each parameter, as a view."""
 
     def bytes(self) -> list[torch.Tensor]:
         """Return the buffers to send. Backends lack some dtypes."""
@@ -104,7 +104,7 @@ class ShardLayout:
         updated: indices of the parameters that the optimizer updates, which are divided apart.
         copies: number of other ranks that hold each shard. None: 1 with three or more ranks.
         by_rows: whether a shard has the rows of each parameter that ``fully_shard`` gives a rank.
-            Otherwise it is a part of all elements, concatenated.
+            Otherwise it is a range of all elements, concatenated.
     """
 
     def __init__(
