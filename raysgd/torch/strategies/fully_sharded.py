@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
     """Shards models and their optimizer: a `StatePlacement`, and the only feature that it lists.
 
     A worker sends its gradients to the workers that hold copies of its shard, so that these workers
-    can repeat its update. Parameters change when all workers have computed their updates.
+    can repeat its update. `OptimizerShards` has a table of what differs.
 
     Args:
         registered: the registered objects, with the user's models and an elementwise optimizer. The
@@ -71,9 +70,9 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
     def is_unsharded(self, owner: Any) -> bool:
         return False
 
-    # ---- training step
+    # ---- what full sharding replaces
 
-    def _receive_gradients(self) -> None:
+    def receive_gradients(self) -> None:
         layout, device = self._layout, self._device
         size, rank = layout.size, layout.rank
         self._received, requests = {}, []
@@ -91,11 +90,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         for work in dist.batch_isend_irecv(requests) if requests else ():
             work.wait()
 
-    def _current_elements(self, piece: Piece) -> torch.Tensor:
-        assert piece.base is not None
-        return piece.base
-
-    def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
+    def gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
         gradient = self.modules.gradient(piece.param_index)
         if gradient is None:  # the loss does not depend on the parameter on any worker
             return None
@@ -104,11 +99,26 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         first, _ = self._layout.shards[shard][piece.param_index]
         return gradient[piece.start - first : piece.stop - first]
 
-    def _apply_updates(self) -> None:
+    def current_elements(self, piece: Piece) -> torch.Tensor:
+        assert piece.base is not None
+        return piece.base
+
+    def apply_updates(self) -> None:
         self._await_workers()
         new, pieces = self._version + 1, self._pieces
-        copy_all((self._current_elements(p), p.values[new]) for p in pieces if new in p.values)
+        copy_all((self.current_elements(p), p.values[new]) for p in pieces if new in p.values)
         self._received = {}
+
+    def base_at(self, piece: Piece, version: int) -> torch.Tensor:
+        # A rank that is behind has computed the update, but has not applied it.
+        if self._version < version and version in piece.values:
+            return piece.values[version]
+        if piece.base is not None:
+            return piece.base
+        parameter = self._parameters[piece.param_index]  # what `setup` has made
+        return parameter.detach().reshape(-1)[piece.start : piece.stop]
+
+    # ---- training step
 
     def roll_back(self, update: Update) -> None:
         super().roll_back(update)
@@ -132,6 +142,11 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
 
     def shard_state(self) -> None:
         super().shard_state()
+        for piece in self._pieces:
+            if (value := self._values.get(piece.param_index)) is not None:
+                rows = value.detach().reshape(-1)[piece.start : piece.stop]
+                dtype = self._parameters[piece.param_index].dtype
+                piece.base = rows.to(self._device, dtype, copy=True)
         self._values = {}
         context = self._registered.settings.context  # a replacement places its rows when it joins
         if dist.is_initialized() and not context.is_alone:
@@ -150,21 +165,6 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
                 names[param_index].append((index, name))
         return [self.saved_pieces(names)]
 
-    def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
-        if param_index not in self._values:
-            return None
-        elements = self._values[param_index].detach().reshape(-1)[start:stop]
-        return elements.to(self._device, self._parameters[param_index].dtype, copy=True)
-
-    def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
-        if piece.base is None:  # the group restarts from what `setup` has made
-            elements = self._parameters[piece.param_index].detach().reshape(-1)
-            piece = replace(piece, base=elements[piece.start : piece.stop].clone())
-        # A rank that is behind has computed the update, but has not applied it.
-        if self._version < version and version in piece.values:
-            piece = replace(piece, base=piece.values[version])
-        return super()._message(piece, start, stop, version)
-
     @torch.no_grad()
     def _shard_models(self) -> None:
         """Shard the models over the current group, and copy this worker's rows into them."""
@@ -179,7 +179,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         for piece in layout.pieces_of(layout.rank, self._pieces):
             first, _ = layout.shards[layout.rank][piece.param_index]
             rows = self.modules.rows(piece.param_index)[piece.start - first : piece.stop - first]
-            piece.base = rows.copy_(self._current_elements(piece))
+            piece.base = rows.copy_(self.current_elements(piece))
 
     # ---- complete models
 

@@ -55,11 +55,23 @@ class OptimizerShards(UpdateFeature):
     the previous commit             v           v                            none
     `_begin_step`                   v           v, state in the optimizer    v + 1: copies of v
     `_end_step`, before the others  v           v + 1                        v + 1
-    `_apply_updates`                v + 1       v + 1                        v + 1
+    `apply_updates`                 v + 1       v + 1                        v + 1
     `commit`                        v + 1       v + 1                        none
     `roll_back`, without the others v           v + 1, for the next attempt  v + 1
     `roll_back` within the step     v           `_PARTIAL`, unusable         unusable
     ==============================  ==========  ===========================  ====================
+
+    Full sharding replaces these methods:
+
+    ===================  =======================  ===============================================
+    method               here, with all elements  `FullyShardedPlacement`, with rows
+    ===================  =======================  ===============================================
+    `receive_gradients`  does nothing             receives those of the shards that it copies
+    `gradient`           from the parameter       from this worker's rows, or those received
+    `current_elements`   from the parameter       `Piece.base`
+    `apply_updates`      exchanges all updates    waits for all workers, and applies its updates
+    `base_at`            None                     `Piece.base`, with the update if it is behind
+    ===================  =======================  ===============================================
 
     Args:
         optimizer: one of `raysgd.torch.tensors.ELEMENTWISE`, with averaged gradients.
@@ -108,13 +120,37 @@ class OptimizerShards(UpdateFeature):
         pairs = [(index, self._parameters[index]) for index in self._numbers]
         return {index for index, p in pairs if p.requires_grad or p.grad is not None}
 
+    # ---- what full sharding replaces
+
+    def receive_gradients(self) -> None:
+        """Receive gradients of copied shards, if workers have only those of their own."""
+
+    def gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        gradient = self._parameters[piece.param_index].grad
+        return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]
+
+    def current_elements(self, piece: Piece) -> torch.Tensor:
+        return flat(self._parameters[piece.param_index])[piece.start : piece.stop]
+
+    def apply_updates(self) -> None:
+        """Copy the updates of all workers into the parameters."""
+        pairs = []
+        for shard, buffers in self._layout.exchange(self._buffers, self._device).items():
+            for param_index, updated in buffers.views.items():
+                start, stop = self._layout.shards[shard][param_index]
+                pairs.append((flat(self._parameters[param_index])[start:stop], updated))
+        copy_all(pairs)
+
+    def base_at(self, piece: Piece, version: int) -> torch.Tensor | None:
+        """Return `Piece.base` for workers whose parameters have this `version`."""
+
     # ---- training step
 
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_step(args[1:], kwargs)
         self._await_workers()
-        self._receive_gradients()
+        self.receive_gradients()
         layout = self._layout
         layout.updated = self._find_updated()
         self._buffers = {
@@ -134,8 +170,8 @@ class OptimizerShards(UpdateFeature):
                 if piece.version > self._version:  # it has its update
                     contents.append((piece, view, piece.values[self._version + 1]))
                     continue
-                contents.append((piece, view, self._current_elements(piece)))
-                view.grad = self._gradient(shard, piece)
+                contents.append((piece, view, self.current_elements(piece)))
+                view.grad = self.gradient(shard, piece)
                 params[group_of[self._numbers[piece.param_index]]].append(view)
                 if piece.state:
                     state[view] = piece.state
@@ -166,18 +202,6 @@ class OptimizerShards(UpdateFeature):
         if self._layout.size > 1:
             self._registered.collectives.barrier()
 
-    def _receive_gradients(self) -> None:
-        """Receive gradients of copied shards, if workers have only those of their own."""
-
-    def _current_elements(self, piece: Piece) -> torch.Tensor:
-        return flat(self._parameters[piece.param_index])[piece.start : piece.stop]
-
-    def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
-        parameter = self._parameters[piece.param_index]
-        if parameter.grad is None:
-            return None
-        return parameter.grad.reshape(-1)[piece.start : piece.stop]
-
     @torch.no_grad()
     def _end_step(self, *_: Any) -> None:
         if self._running is None:
@@ -188,19 +212,10 @@ class OptimizerShards(UpdateFeature):
         if id(self.optimizer) in self._registered.update.optimizer_steps.requested:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
-        self._apply_updates()
+        self.apply_updates()
         self._version += 1
         if not self._registered.update.is_open:
             self.commit(self._registered.update)  # outside of updates, no step is undone
-
-    def _apply_updates(self) -> None:
-        """Copy the updates of all workers into the parameters."""
-        pairs = []
-        for shard, of_shard in self._layout.exchange(self._buffers, self._device).items():
-            for param_index, updated in of_shard.views.items():
-                start, stop = self._layout.shards[shard][param_index]
-                pairs.append((flat(self._parameters[param_index])[start:stop], updated))
-        copy_all(pairs)
 
     def _restore_params(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
@@ -257,8 +272,7 @@ class OptimizerShards(UpdateFeature):
                     name: self._convert(name, value, parameter, slice(start, stop))
                     for name, value in full_state.get(parameter, {}).items()
                 }
-                base = self._elements_of(index, start, stop)
-                self._pieces.append(Piece(index, start, stop, self._version, state, base=base))
+                self._pieces.append(Piece(index, start, stop, self._version, state))
         self._token = self._token[0], self._token[1] + 1
         self.is_in_sync, self.held_state = True, HeldState(is_complete=False)
 
@@ -278,10 +292,6 @@ class OptimizerShards(UpdateFeature):
         casts = is_per_element(value) and parameter.is_floating_point()
         return value.to(self._device, parameter.dtype if casts else value.dtype)
 
-    def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements of a parameter. None unless parameters are sharded too."""
-        return None
-
     def sync_initial_state(self) -> None:
         self._token = self._registered.collectives.broadcast(lambda: self._token, 0)
 
@@ -295,7 +305,7 @@ class OptimizerShards(UpdateFeature):
                 "stop": piece.stop,
                 "shape": tuple(self._parameters[piece.param_index].shape),
                 "values": piece.state
-                | ({PARAMETER: self._current_elements(piece)} if names else {}),
+                | ({PARAMETER: self.current_elements(piece)} if names else {}),
             }
             for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
             if piece.state or names
@@ -372,7 +382,8 @@ class OptimizerShards(UpdateFeature):
         }
         is_ahead = piece.version > version
         values = {n: v[first:last].clone() for n, v in piece.values.items() if is_ahead}
-        base = None if piece.base is None else piece.base[first:last].clone()
+        base = self.base_at(piece, version)
+        base = None if base is None else base[first:last].clone()
         return piece.param_index, start, stop, piece.version, state, values, base
 
 
