@@ -94,7 +94,7 @@ class TorchStateAccess(StateAccess):
         self._registered = train_state.registered
         self._frozen = self._registered.frozen
         self._initially_trained = list(map(grad_flags, self._models))
-        """Whether ``setup`` has left each parameter of each model trainable, by name."""
+        """By model and name, whether ``setup`` has left a parameter trainable."""
 
     @property
     def _models(self) -> list[torch.nn.Module]:

@@ -138,8 +138,8 @@ class WeightAveraging(UpdateFeature):
             fits = saved["decay"] is None or 0 < saved["decay"] < 1
             for count in (saved["count"], saved["start_epoch"]):
                 fits &= type(count) is int and count >= 0
-            for own, averages in zip(self._parameters(), saved["models"], strict=True):
-                fits &= not model_problem(own, averages)
+            for parameters, averages in zip(self._parameters(), saved["models"], strict=True):
+                fits &= not model_problem(parameters, averages)
         except (AttributeError, KeyError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -153,7 +153,7 @@ class WeightAveraging(UpdateFeature):
             self._decay, self._start_epoch = loaded["decay"], loaded["start_epoch"]
             self._count = loaded["count"]
             self.averages = [
-                {name: saved[name].to(own.detach(), copy=True) for name, own in named.items()}
+                {name: saved[name].to(p.detach(), copy=True) for name, p in named.items()}
                 for named, saved in zip(self._parameters(), loaded["models"], strict=True)
             ]
         elif self.averages is not None:

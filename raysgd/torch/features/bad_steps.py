@@ -108,10 +108,10 @@ class BadStepFilter(UpdateFeature):
             "samples": source.sample_ids(position.epoch, position.offset, num_samples),
         }
         update.mark_bad(bad_step)
-        steps = [each for each in self.bad_steps if each["step"] > position.call_began_at]
+        steps = [bad for bad in self.bad_steps if bad["step"] > position.call_began_at]
         steps.append(bad_step)
         if len(steps) > self._options.max_skipped:
-            named = "; ".join(f"step {each['step']}, {each['reason']}" for each in steps)
+            named = "; ".join(f"step {bad['step']}, {bad['reason']}" for bad in steps)
             raise BadStepsError(
                 f"{len(steps)} bad steps in this call, and {self._options}: {named}. "
                 "The state is that before the last one. The attribute `steps` has the samples.",
@@ -131,7 +131,7 @@ class BadStepFilter(UpdateFeature):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         saved = state.get(_KEY, {})
-        if not all(isinstance(each, Sequence) for each in saved.values()):
+        if not all(isinstance(value, Sequence) for value in saved.values()):
             raise CheckpointError(f"Cannot load {_KEY!r} of the state: {saved!r}.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -68,8 +68,8 @@ class FrozenParameters(UpdateFeature):
         if not any(digests) or (for_workers and not self.are_reproducible):
             return state
         models = [
-            {name: value for name, value in model.items() if name not in own}
-            for model, own in zip(state["models"], digests, strict=False)
+            {name: value for name, value in model.items() if name not in known}
+            for model, known in zip(state["models"], digests, strict=False)
         ]
         return {**state, FROZEN_KEY: digests, "models": models}
 
@@ -93,7 +93,7 @@ class FrozenParameters(UpdateFeature):
             return True
         self._digest_cache = {}
         pairs = zip(lacking, self._models, strict=True)
-        return all(each.items() <= self._digests_of(model, each).items() for each, model in pairs)
+        return all(d.items() <= self._digests_of(model, d).items() for d, model in pairs)
 
     def complete(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with this worker's parameters for those that it lacks.
@@ -104,7 +104,7 @@ class FrozenParameters(UpdateFeature):
         lacking, models = state.get(FROZEN_KEY), self._models
         if not lacking:
             return state
-        if len(lacking) != len(models) or not all(isinstance(each, Mapping) for each in lacking):
+        if len(lacking) != len(models) or not all(isinstance(names, Mapping) for names in lacking):
             raise CheckpointError(f"The state's {FROZEN_KEY!r} must have a dict for each model.")
         known, full = self._digests_of_unchanged(), []
         for index, digests in enumerate(lacking):
@@ -116,8 +116,8 @@ class FrozenParameters(UpdateFeature):
                         "weights in setup, and freeze the same parameters, or save with "
                         "frozen=True."
                     )
-            own_model = models[index].state_dict()
-            full.append({name: own_model[name] for name in digests} | state["models"][index])
+            local = models[index].state_dict()
+            full.append({name: local[name] for name in digests} | state["models"][index])
         return {**state, "models": full}
 
     def after_user_function(self) -> None:

@@ -41,7 +41,7 @@ class GradientNorms(UpdateFeature):
                 torch.nn.utils.clip_grads_with_norm_(tensors, self._max_norm, norm)
 
     def step_metrics(self) -> dict[str, float]:
-        norms = [self._norms.get(id(each)) for each in self._registered.optimizers]
+        norms = [self._norms.get(id(o)) for o in self._registered.optimizers]
         return {
             "grad_norm" if len(norms) == 1 else f"grad_norm-{number}": float(norm)
             for number, norm in enumerate(norms)

@@ -192,8 +192,8 @@ class ReplicaGuard(UpdateFeature):
             (minima, event, flags, is_complete), self._pending = self._pending, None
             if event is not None:
                 event.synchronize()
-            lowest, of_inverse = minima.view(2, -1)
-            options, counted, tensors, buffers = (lowest == ~of_inverse).tolist()
+            lowest, lowest_inverse = minima.view(2, -1)
+            options, counted, tensors, buffers = (lowest == ~lowest_inverse).tolist()
             # Forward passes may have changed other buffers on some workers.
             if not (options and tensors and (buffers or not counted)):
                 self._report_difference(flags)
@@ -206,10 +206,10 @@ class ReplicaGuard(UpdateFeature):
         registered, step = self._registered, self._registered.position.global_step
         # A loaded state may be older.
         self._equal_step = min(self._equal_step, step)
-        own: dict[tuple[str, str], Any] = {}
+        local: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.contents(*flags):
             is_tensor = isinstance(value, torch.Tensor)
-            own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
+            local[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
         context, kind = registered.settings.context, arithmetic_of(registered.device)
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
@@ -217,9 +217,9 @@ class ReplicaGuard(UpdateFeature):
             f"differences. They were equal after step {self._equal_step}. "
             f"{_REMEDY.format('worker 0')}"
         )
-        mine = own, kind, self._equal_step
+        report = local, kind, self._equal_step
         broadcast = registered.collectives.broadcast
-        reports = [broadcast(lambda: mine, rank) for rank in range(context.world_size)]
+        reports = [broadcast(lambda: report, rank) for rank in range(context.world_size)]
         kinds = {kind for _, kind, _ in reports}
         self._equal_step = max(step for _, _, step in reports)  # a new worker has compared nothing
         differences = differing([contents for contents, _, _ in reports])
@@ -251,8 +251,8 @@ class ReplicaGuard(UpdateFeature):
         names = [f"{name} ({format_values(values)})" for name, values in options.items()]
         names += [name for _, name in differences if name not in options]
         text = "; ".join(names[:_MAX_SHOWN])
-        of_modules = any(n.startswith("models") for n in options)
-        of_modules |= any(n.startswith("criteria") for _, n in differences)
+        in_modules = any(name.startswith("models") for name in options)
+        in_modules |= any(name.startswith("criteria") for _, name in differences)
         if len(names) > _MAX_SHOWN:
             text += f"; and {len(names) - _MAX_SHOWN} more"
         step = self._registered.position.global_step
@@ -260,6 +260,6 @@ class ReplicaGuard(UpdateFeature):
             f"After step {step}, {who} differ in: {text}. They were equal after step "
             f"{self._equal_step}. Common causes: code that changes them on one worker only, such "
             "as an option or random numbers with another seed; a damaged copy; broken memory. "
-            f"{_NOT_IN_STATE if of_modules else ''}"
+            f"{_NOT_IN_STATE if in_modules else ''}"
             f"{_REMEDY.format('the majority' if minority else 'worker 0')}"
         )

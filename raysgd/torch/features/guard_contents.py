@@ -157,8 +157,8 @@ class ReplicaContents:
                 yield "buffers", path, equal.get(path)
         for index, optimizer in enumerate(registered.optimizers):
             if self._keeps_all_equal or replicated.issuperset(self._stepped):
-                own = f"optimizers[{index}]", optimizer, replicated, is_unsharded(optimizer)
-                yield from _optimizer_contents(*own)
+                path, has_all = f"optimizers[{index}]", is_unsharded(optimizer)
+                yield from _optimizer_contents(path, optimizer, replicated, has_all)
         for index, scheduler in enumerate(registered.schedulers if self._keeps_all_equal else ()):
             yield from _contents_in(f"schedulers[{index}]", scheduler.state_dict())
         yield from _contents_in("scaler", registered.precision.scaler_tensors())
@@ -174,9 +174,9 @@ def _optimizer_contents(
 ) -> Iterator[Content]:
     counter = itertools.count()
     for index, group in enumerate(optimizer.param_groups):
-        of_group = f"{path}.param_groups[{index}]"
-        yield "options", f"the parameters of {of_group}", len(group["params"])
-        yield from _contents_in(of_group, {key: group[key] for key in group if key != "params"})
+        in_group = f"{path}.param_groups[{index}]"
+        yield "options", f"the parameters of {in_group}", len(group["params"])
+        yield from _contents_in(in_group, {key: group[key] for key in group if key != "params"})
         for parameter in group["params"]:
             number = next(counter)
             if is_unsharded and parameter not in known:
@@ -193,8 +193,8 @@ def _contents_in(path: str, value: Any) -> Iterator[Content]:
         for key in sorted(value, key=str):
             yield from _contents_in(f"{path}[{key!r}]", value[key])
     elif isinstance(value, list | tuple):
-        for key, each in enumerate(value):
-            yield from _contents_in(f"{path}[{key}]", each)
+        for index, item in enumerate(value):
+            yield from _contents_in(f"{path}[{index}]", item)
     elif isinstance(value, numbers.Real):  # a loaded state may have another type of number
         yield "options", path, float(value)
     elif isinstance(value, str | None):

@@ -44,7 +44,7 @@ class Rollback(UpdateFeature):
         has_bad_steps: bool = False,
     ) -> None:
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
-        self._backups = [_OptimizerBackup(each) for each in (*optimizers, *wrapped)]
+        self._backups = [_OptimizerBackup(optimizer) for optimizer in (*optimizers, *wrapped)]
         renormalized = renormalized_weights(models)
         self._stepped = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
         found = {id(p): p for model in models for p in model.parameters()} | self._stepped

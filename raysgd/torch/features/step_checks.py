@@ -167,7 +167,7 @@ class StepChecks(UpdateFeature):
         update, features = self._registered.update, self._registered.features
         if update.is_open:
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
-        why = next((each.why_optimizer_step for each in features if each.why_optimizer_step), "")
+        why = next((f.why_optimizer_step for f in features if f.why_optimizer_step), "")
         if not why and update.loss_weights.uses_backward and self._precision.scales_loss:
             why = f"the scaled gradients of self.backward(loss) under {self._precision.name}"
         if why:
@@ -180,14 +180,14 @@ class StepChecks(UpdateFeature):
 
     def _has_gradient_hooks(self) -> bool:
         """Return whether user code has hooks that see the gradients of earlier micro-batches."""
-        own = self._registered.options.elastic.shares == "measured"  # a hook of `SampleRate`
+        num_expected = self._registered.options.elastic.shares == "measured"  # of `SampleRate`
         parameters = (p for model in self._registered.models for p in model.parameters())
         # No public attribute has these hooks.
-        return any(len(each._post_accumulate_grad_hooks or ()) > own for each in parameters)
+        return any(len(p._post_accumulate_grad_hooks or ()) > num_expected for p in parameters)
 
     def _watch_gradients(self, is_watched: bool) -> None:
         watched = self._registered.optimizers if is_watched else ()
-        self._watched = {id(each): TensorVersions(partial(_gradients_of, each)) for each in watched}
+        self._watched = {id(o): TensorVersions(partial(_gradients_of, o)) for o in watched}
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
         """Unscale gradients for user code. Return False before the last micro-batch."""

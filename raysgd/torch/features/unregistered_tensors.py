@@ -37,7 +37,7 @@ class UnregisteredTensors(UpdateFeature):
         self._operator = operator
         self._names = {*self._versions()}
         attributes, registered = vars(operator).items(), self._registered_ids()
-        self._registered_names = [name for name, each in attributes if _key(each) in registered]
+        self._registered_names = [name for name, value in attributes if _key(value) in registered]
 
     def _registered_ids(self) -> set[int]:
         registered = self._registered
@@ -95,7 +95,7 @@ class UnregisteredTensors(UpdateFeature):
                 elif key not in ("state", "param_groups", "defaults"):
                     entries = value.values() if isinstance(value, dict) else value
                     entries = entries if isinstance(value, dict | list) else [value]
-                    values += [(f"{name}[{n}]", each) for n, each in enumerate(entries)]
+                    values += [(f"{name}[{n}]", entry) for n, entry in enumerate(entries)]
         for name, value in values:
             if isinstance(value, torch.Tensor):
                 tensors[name] = value

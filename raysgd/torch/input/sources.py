@@ -288,7 +288,7 @@ def _keys(
     seeds: tuple[int, ...] | None,
     makes_batches: bool,
 ) -> Iterator[Any]:
-    """Yield the keys of each batch, or each key if the loader makes no batches.
+    """Yield the keys of each batch, or single keys if the loader makes no batches.
 
     The sampler of a `MapStyleSource` keeps this generator. A reference to the loader would be a
     cycle: when Python collects it, PyTorch waits up to 5 s for each loader process.

@@ -102,12 +102,12 @@ class EqualBitsExchange(GroupExchange):
         self._metrics = PartMetrics(self._registered)
         if not self._registered.settings.context.distributed:
             return
-        own = arithmetic_of(self._registered.device)
-        first = self._registered.collectives.broadcast(lambda: own, 0)
-        if self._registered.collectives.any_rank(own != first):
+        local = arithmetic_of(self._registered.device)
+        first = self._registered.collectives.broadcast(lambda: local, 0)
+        if self._registered.collectives.any_rank(local != first):
             raise RuntimeError(
                 f"{_MODE} needs workers of one kind, but worker 0 has {first}, and "
-                f"another worker differs (this one has {own}). Choose equal hosts with "
+                f"another worker differs (this one has {local}). Choose equal hosts with "
                 "resources_per_worker."
             )
 
@@ -198,9 +198,9 @@ class EqualBitsExchange(GroupExchange):
         update, device = self._registered.update, self._registered.device
         if (count := update.loss_weights.counted_items) is not None:
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
-        of_optimizer = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
+        collected = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
         is_last = update.micro_batch.step_index == update.plan.num_steps - 1
-        of_optimizer.add(self._buffers.part, gradients, is_last)
+        collected.add(self._buffers.part, gradients, is_last)
         if self._stepped:  # another optimizer
             self._buffers.check_unchanged()
         else:
@@ -218,11 +218,11 @@ class EqualBitsExchange(GroupExchange):
             )
         self.take_gradients(optimizer)
         parameters = _trainable(optimizer)
-        own = self._gradients.pop(id(optimizer))
+        collected = self._gradients.pop(id(optimizer))
         kind = 2 * numbers[id(optimizer)] + (update.loss_weights.counted_items is not None)
-        flags = self._reduce_flags(kind, [*own.flags, *self._buffers.merge_kinds()])
+        flags = self._reduce_flags(kind, [*collected.flags, *self._buffers.merge_kinds()])
         partition = self._registered.data.training_source.partition
-        total = sum_over_workers(own.tree, self._num_parts, partition.shares)
+        total = sum_over_workers(collected.tree, self._num_parts, partition.shares)
         if update.loss_weights.counted_items is not None:
             *total, count = total
             num_items = count.item()
@@ -370,8 +370,8 @@ class EqualBitsBuffers:
         before: list[Any] = self._registered.buffer_copies.values
         plan, owned, tree = self._registered.update.plan, partition.owned_parts, TreeSum()
         for position, part in enumerate(owned):
-            of_part = plan.micro_batches[position :: len(owned)]
-            num_samples = sum(micro_batch.num_samples or 0 for micro_batch in of_part)
+            micro_batches = plan.micro_batches[position :: len(owned)]
+            num_samples = sum(micro_batch.num_samples or 0 for micro_batch in micro_batches)
             after: list[Any] = self._stored.get(part, before)
             weight = num_samples / (plan.total_samples or 1)
             tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])
@@ -393,19 +393,19 @@ class PartMetrics:
         """Return the metrics of all workers' parts."""
         partition = self._registered.data.training_source.partition
         parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
-        own = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
-        messages = self._gather(pickle.dumps(map_leaves(own, on_cpu)))
+        local = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
+        messages = self._gather(pickle.dumps(map_leaves(local, on_cpu)))
         rows = [row for message in messages for row in pickle.loads(message)]
         rows.sort(key=lambda row: row[0])
         last = partition.layout.num_planned_parts(partition.world_size) - 1
         return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
 
-    def _gather(self, own: bytes) -> list[bytes]:
+    def _gather(self, pickled: bytes) -> list[bytes]:
         """Return the messages of all workers, by rank."""
         if not dist.is_initialized():
-            return [own]
+            return [pickled]
         while True:
-            size, content = 4 * self._width, len(own).to_bytes(4, sys.byteorder) + own
+            size, content = 4 * self._width, len(pickled).to_bytes(4, sys.byteorder) + pickled
             content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
             rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
             rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)

@@ -78,14 +78,14 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         self._received, requests = {}, []
         if not (num_copies := layout.num_copies(size)):
             return
-        own = layout.new_buffers(rank, device)
-        for param_index, view in own.views.items():
+        local = layout.new_buffers(rank, device)
+        for param_index, view in local.views.items():
             if (gradient := self.modules.gradient(param_index)) is not None:
                 view.copy_(gradient)
         for distance in range(1, num_copies + 1):
             dst, src = (rank + distance) % size, (rank - distance) % size
             rows = self._received[src] = layout.new_buffers(src, device)
-            requests += [dist.P2POp(dist.isend, buffer, dst) for buffer in own.bytes()]
+            requests += [dist.P2POp(dist.isend, buffer, dst) for buffer in local.bytes()]
             requests += [dist.P2POp(dist.irecv, buffer, src) for buffer in rows.bytes()]
         for work in dist.batch_isend_irecv(requests) if requests else ():
             work.wait()
@@ -133,12 +133,12 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
         """Load this worker's rows from complete states of models and optimizer."""
-        (of_optimizer,) = state["optimizers"]
+        (optimizer_state,) = state["optimizers"]
         pairs = zip(self.modules.names, state["models"], strict=False)
         self._values = {
             index: saved[name] for names, saved in pairs for name, index in names.items()
         }
-        self.load_optimizer_state(of_optimizer)
+        self.load_optimizer_state(optimizer_state)
 
     def shard_state(self) -> None:
         super().shard_state()
@@ -160,8 +160,8 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
 
     def saved_shards(self) -> list[list[SavedPiece]]:
         names: dict[int, list[tuple[int, str]]] = defaultdict(list)
-        for index, of_model in enumerate(self.modules.names):
-            for name, param_index in of_model.items():
+        for index, param_indices in enumerate(self.modules.names):
+            for name, param_index in param_indices.items():
                 names[param_index].append((index, name))
         return [self.saved_pieces(names)]
 
@@ -232,10 +232,10 @@ class FullyShardedExchange(GroupExchange):
 
     def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        own, norm = super().norm([SimpleNamespace(grad=each.to_local()) for each in gradients])
+        local, norm = super().norm([SimpleNamespace(grad=g.to_local()) for g in gradients])
         squared = norm.square()
         dist.all_reduce(squared)
-        return own, squared.sqrt()
+        return local, squared.sqrt()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return self._modules.gathering_on_demand()

@@ -45,7 +45,7 @@ class GroupExchange(GradientExchange):
         models = list(map(without_ddp, self._registered.models))
         dtypes = self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them
-            stepped = [p for each in self._registered.optimizers for p in parameters_of(each)]
+            stepped = [p for o in self._registered.optimizers for p in parameters_of(o)]
             dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
         check_same_parameters(models, dtypes)
 
@@ -76,7 +76,7 @@ def broadcast_models(registered: RegisteredObjects) -> None:
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
     if not registered.collectives.all_ranks_equal(int.from_bytes(state_digest(tensors)[:7])):
         received = registered.collectives.broadcast(lambda: tensors, 0)
-        for own, value in zip(tensors, received, strict=False):
-            if own.shape == value.shape:  # a buffer of another shape is a cache
-                own.copy_(value)
+        for tensor, value in zip(tensors, received, strict=False):
+            if tensor.shape == value.shape:  # a buffer of another shape is a cache
+                tensor.copy_(value)
         registered.buffer_copies.take()

@@ -28,12 +28,13 @@ class HorovodExchange(GroupExchange):
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         super().wrap(ddp_args, horovod_args)
-        registered, own = self._registered, horovod_args
+        registered = self._registered
         buffers = [buffer for model in registered.models for buffer in model.buffers()]
         trained = [p for model in registered.models for p in model.parameters() if p.requires_grad]
-        compressed = "compression" in own  # Horovod then averages another dtype
+        compressed = "compression" in horovod_args  # Horovod then averages another dtype
         check_dtypes([str(t.dtype) for t in (buffers if compressed else [*buffers, *trained])])
-        self._arguments = {"backward_passes_per_step": registered.accumulation_steps, **own}
+        num_passes = registered.accumulation_steps
+        self._arguments = {"backward_passes_per_step": num_passes, **horovod_args}
         self._distributed: dict[int, Any] = {}
         self.begin_generation()
 
@@ -57,12 +58,12 @@ class HorovodExchange(GroupExchange):
             for parameter in before._allreduce_delay:
                 before._allreduce_delay[parameter] = sys.maxsize
         for optimizer in self._registered.optimizers:
-            own = set(map(id, tensors.parameters_of(optimizer)))
+            optimized = set(map(id, tensors.parameters_of(optimizer)))
             named = [
                 (f"{number}.{name}", parameter)
                 for number, model in enumerate(self._registered.models)
                 for name, parameter in model.named_parameters()
-                if id(parameter) in own
+                if id(parameter) in optimized
             ]
             self._distributed[id(optimizer)] = hvd.DistributedOptimizer(
                 optimizer, named_parameters=named, **self._arguments

@@ -70,9 +70,9 @@ class ReplicatedModel(DistributedDataParallel):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = vars(self)
+        attributes = vars(self)
         # The constructor sets attributes of the wrapper.
-        is_own = "_passes" not in own or name in own or hasattr(type(self), name)
+        is_own = "_passes" not in attributes or name in attributes or hasattr(type(self), name)
         if is_own or name == "module":
             super().__setattr__(name, value)
         elif isinstance(value, torch.nn.Module | torch.nn.Parameter) or hasattr(self.module, name):

@@ -236,7 +236,7 @@ class ShardedModules:
         bounds = [-1, -len(self._units)] if number is None else [number, -number]
         reduced = torch.tensor(bounds, device=self.device)
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-        last, first = (int(each) for each in reduced)
+        last, first = (int(bound) for bound in reduced)
         if last != -first and last >= 0:
             raise RuntimeError(
                 "Workers evaluate different blocks of a model at the same time. With register("

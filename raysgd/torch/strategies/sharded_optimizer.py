@@ -123,7 +123,7 @@ class OptimizerShards(UpdateFeature):
     # ---- what full sharding replaces
 
     def receive_gradients(self) -> None:
-        """Receive gradients of copied shards, if workers have only those of their own."""
+        """Receive gradients of copied shards, if workers have only those of their shards."""
 
     def gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
         gradient = self._parameters[piece.param_index].grad
@@ -161,9 +161,9 @@ class OptimizerShards(UpdateFeature):
         params: list[list[torch.Tensor]] = [[] for _ in groups]
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         contents, stepped = [], []
-        for shard, of_shard in self._buffers.items():
+        for shard, buffers in self._buffers.items():
             for piece in layout.pieces_of(shard, self._pieces):
-                if (updated := of_shard.views.get(piece.param_index)) is None:
+                if (updated := buffers.views.get(piece.param_index)) is None:
                     continue
                 first, _ = layout.shards[shard][piece.param_index]
                 view = updated[piece.start - first : piece.stop - first]
@@ -180,13 +180,13 @@ class OptimizerShards(UpdateFeature):
         for piece, view, _ in contents:
             piece.values[self._version + 1] = view
         self._running = [group["params"] for group in groups], stepped
-        for group, of_group in zip(groups, params, strict=True):
-            group["params"] = of_group
+        for group, views in zip(groups, params, strict=True):
+            group["params"] = views
         optimizer.state = state
 
     def _check_step(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         kind = type(self.optimizer).__name__
-        if any(each is not None for each in (*args, *kwargs.values())):
+        if any(argument is not None for argument in (*args, *kwargs.values())):
             raise RuntimeError(
                 f"register(sharding=...) does not support {kind}.step(closure). Compute the "
                 "gradients first, and call step() without a closure."
@@ -220,8 +220,8 @@ class OptimizerShards(UpdateFeature):
     def _restore_params(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
         assert self._running is not None
-        of_groups, pieces = self._running
-        for group, parameters in zip(self.optimizer.param_groups, of_groups, strict=True):
+        params_by_group, pieces = self._running
+        for group, parameters in zip(self.optimizer.param_groups, params_by_group, strict=True):
             group["params"] = parameters
         for piece in pieces:
             updated = piece.values[self._version + 1]
@@ -324,28 +324,28 @@ class OptimizerShards(UpdateFeature):
             self._pieces += [Piece(*message) for message in moved]
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
-        """Send each rank its own shard and its copies of others. All ranks must call this.
+        """Send each rank its shard and its copies of others. All ranks must call this.
 
         A worker keeps its old shards until all workers have the new ones.
         """
         rank, size, layout = dist.get_rank(), dist.get_world_size(), self._layout
-        own_pieces = [(p.param_index, p.start, p.stop, p.version) for p in self._pieces]
-        versions: list[Any] = [None] * size
-        dist.all_gather_object(versions, (self._token, self._version, own_pieces))
-        token, version, _ = versions[leader_rank]
-        pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
+        held_pieces = [(p.param_index, p.start, p.stop, p.version) for p in self._pieces]
+        reports: list[Any] = [None] * size
+        dist.all_gather_object(reports, (self._token, self._version, held_pieces))
+        token, version, _ = reports[leader_rank]
+        pieces_by_rank = [held if its_token == token else [] for its_token, _, held in reports]
         shards = [layout.shard(number, size) for number in range(size)]
         transfers = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
         self.held_state = HeldState(False, condition="lost" if transfers is None else "good")
         if transfers is None:
             return super().receive(leader_rank)
-        by_src: dict[int, list[Transfer]] = defaultdict(list)
+        transfers_by_src: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in transfers:
-            by_src[transfer.src].append(transfer)
+            transfers_by_src[transfer.src].append(transfer)
         pieces: list[Piece] = []
-        for src, of_src in by_src.items():
-            kept = [transfer for transfer in of_src if src in transfer.dst]
-            sent = [transfer for transfer in of_src if src not in transfer.dst]
+        for src, outgoing in transfers_by_src.items():
+            kept = [transfer for transfer in outgoing if src in transfer.dst]
+            sent = [transfer for transfer in outgoing if src not in transfer.dst]
             messages = self._messages(kept, version) if rank == src else []
             if sent:
                 make = functools.partial(self._messages, sent, version)
@@ -364,8 +364,8 @@ class OptimizerShards(UpdateFeature):
         """Return the elements of each transfer, of the newest piece that contains them."""
         messages = []
         for index, start, stop, *_ in transfers:
-            of_parameter = (piece for piece in self._pieces if piece.param_index == index)
-            fitting = (p for p in of_parameter if p.start <= start and stop <= p.stop)
+            candidates = (piece for piece in self._pieces if piece.param_index == index)
+            fitting = (p for p in candidates if p.start <= start and stop <= p.stop)
             newest = max(fitting, key=lambda piece: piece.version)
             messages.append(self._message(newest, start, stop, version))
         return messages
@@ -398,10 +398,10 @@ class ShardedPlacement(StatePlacement):
 
     @property
     def held_state(self) -> HeldState:  # type: ignore[override]
-        lost = (each.held_state for each in self.features if each.held_state.condition == "lost")
-        return next(lost, HeldState(is_complete=False))
+        states = (feature.held_state for feature in self.features)
+        return next((s for s in states if s.condition == "lost"), HeldState(is_complete=False))
 
-    is_in_sync: Any = property(lambda self: all(each.is_in_sync for each in self.features))
+    is_in_sync: Any = property(lambda self: all(feature.is_in_sync for feature in self.features))
 
     def is_unsharded(self, owner: Any) -> bool:
         return all(owner is not feature.optimizer for feature in self.features)
@@ -414,11 +414,11 @@ class ShardedPlacement(StatePlacement):
         return [feature.export_shards() for feature in self.features]
 
     def import_shards(self, shards: Any) -> None:
-        for feature, own in zip(self.features, shards, strict=True):
-            feature.import_shards(own)
+        for feature, exported in zip(self.features, shards, strict=True):
+            feature.import_shards(exported)
 
     def saved_shards(self) -> list[list[SavedPiece]]:
-        return [each.saved_pieces() for each in self.features]
+        return [feature.saved_pieces() for feature in self.features]
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
         for feature, saved in zip(self.features, state["optimizers"], strict=True):

@@ -60,8 +60,8 @@ def plan_transfers(
     cuts = sorted({(param_index, bound) for param_index, *bounds in ranges for bound in bounds})
     range_at = {cut: index for index, cut in enumerate(cuts)}
     versions: list[dict[int, int]] = [{} for _ in cuts]  # by rank, for each range between two cuts
-    for rank, of_rank in enumerate(pieces_by_rank):
-        for param_index, start, stop, version in of_rank:
+    for rank, pieces in enumerate(pieces_by_rank):
+        for param_index, start, stop, version in pieces:
             for index in range(range_at[param_index, start], range_at[param_index, stop]):
                 # A rank may hold a range twice, because it also imported a replica.
                 versions[index][rank] = max(version, versions[index].get(rank, version))
@@ -166,15 +166,15 @@ class ShardLayout:
         ]
 
     def new_buffers(self, shard: int, device: torch.device) -> ShardUpdate:
-        lengths: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
+        lengths_by_dtype: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
         for param_index, (start, stop) in self.shards[shard].items():
             if param_index in self.updated:
-                lengths[self._dtypes[param_index]][param_index] = stop - start
+                lengths_by_dtype[self._dtypes[param_index]][param_index] = stop - start
         new = ShardUpdate([], {})
-        for dtype, of_dtype in lengths.items():
-            buffer = torch.empty(sum(of_dtype.values()), dtype=dtype, device=device)
+        for dtype, lengths in lengths_by_dtype.items():
+            buffer = torch.empty(sum(lengths.values()), dtype=dtype, device=device)
             new.buffers.append(buffer)
-            new.views.update(zip(of_dtype, buffer.split(list(of_dtype.values())), strict=True))
+            new.views.update(zip(lengths, buffer.split(list(lengths.values())), strict=True))
         return new
 
     def exchange(
@@ -191,8 +191,8 @@ class ShardLayout:
         }
         works = [
             dist.broadcast(buffer, src=shard, async_op=True)
-            for shard, of_shard in updated.items()
-            for buffer in of_shard.bytes()
+            for shard, update in updated.items()
+            for buffer in update.bytes()
         ]
         for work in works:
             work.wait()
@@ -251,13 +251,13 @@ def merge_shards(state: Mapping[str, Any]) -> dict[str, Any]:
     if (shards := merged.pop(SHARDS, None)) is None:
         return merged
     merged["optimizers"] = [{**saved, "state": {**saved["state"]}} for saved in state["optimizers"]]
-    merged["models"] = [copy.copy(each) for each in state.get("models", ())]
+    merged["models"] = [copy.copy(model) for model in state.get("models", ())]
     for optimizer, *pieces in zip(merged["optimizers"], *shards, strict=True):
         for (number, names), values in _merge_pieces(itertools.chain(*pieces)).items():
             for index, name in names:
                 merged["models"][index][name] = values[PARAMETER]
-            if own := {key: value for key, value in values.items() if key != PARAMETER}:
-                optimizer["state"][number] = own
+            if entries := {key: value for key, value in values.items() if key != PARAMETER}:
+                optimizer["state"][number] = entries
     return merged
 
 
@@ -266,15 +266,15 @@ def _merge_pieces(pieces: Iterable[SavedPiece]) -> dict[Any, dict[str, Any]]:
     missing: dict[Any, int] = {}
     for piece in pieces:
         key, shape = (piece["number"], piece["names"]), torch.Size(piece["shape"])
-        of_parameter = merged.setdefault(key, {})
+        values = merged.setdefault(key, {})
         missing[key] = missing.get(key, shape.numel()) - (piece["stop"] - piece["start"])
         for name, value in piece["values"].items():
             if not is_per_element(value):
-                of_parameter[name] = value
+                values[name] = value
                 continue
-            if name not in of_parameter:
-                of_parameter[name] = value.new_empty(shape)
-            flat(of_parameter[name])[piece["start"] : piece["stop"]].copy_(value)
+            if name not in values:
+                values[name] = value.new_empty(shape)
+            flat(values[name])[piece["start"] : piece["stop"]].copy_(value)
     if any(missing.values()):
         raise CheckpointError("Cannot merge the workers' shards: they have gaps or overlap.")
     return merged

@@ -93,8 +93,8 @@ def as_sharding_args(
     ddp_args: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """Check the value of ``sharding``. Return ``sharding_args`` without the keys that are None."""
-    known = [mode for mode, each in STRATEGIES.items() if each.sharding_args is not None]
-    shown = ", ".join(f'"{each}"' for each in known)
+    known = [mode for mode, strategy in STRATEGIES.items() if strategy.sharding_args is not None]
+    shown = ", ".join(f'"{mode}"' for mode in known)
     if sharding not in (None, *known):
         raise ValueError(f"register(sharding={sharding!r}): sharding must be {shown}, or None.")
     sharding_args = as_dict("register", "sharding_args", arguments)
