@@ -264,7 +264,7 @@ class PartGradients:
         self._parameters = parameters
         self._earlier: dict[int, list[torch.Tensor | None]] = {}  # of unfinished parts
 
-    def add(self, part: int, gradients: list[torch.Tensor | None], is_last: bool) -> None:
+    def add(self, part: int, gradients: list[Any], is_last: bool) -> None:
         """Add the gradients of the parameters, and the count of items if losses have one.
 
         `is_last`: whether the part has no later micro-batch in this update.
@@ -275,13 +275,12 @@ class PartGradients:
         if not is_last:
             self._earlier[part] = gradients
             return
-        leaf: list[Any] = [*gradients]
         for index, parameter in enumerate(self._parameters):
             if gradients[index] is None:
-                leaf[index] = torch.zeros_like(parameter)
+                gradients[index] = torch.zeros_like(parameter)
             else:
                 self.flags[index] = True
-        self.tree.add(0, part, leaf)
+        self.tree.add(0, part, gradients)
 
 
 class EqualBitsBuffers:
