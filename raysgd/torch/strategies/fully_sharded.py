@@ -133,12 +133,11 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
         """Load this worker's rows from complete states of models and optimizer."""
-        (optimizer_state,) = state["optimizers"]
         pairs = zip(self.modules.names, state["models"], strict=False)
         self._values = {
             index: saved[name] for names, saved in pairs for name, index in names.items()
         }
-        self.load_optimizer_state(optimizer_state)
+        self.load_optimizer_state(state["optimizers"][0])
 
     def shard_state(self) -> None:
         super().shard_state()

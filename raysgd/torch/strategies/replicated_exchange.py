@@ -171,5 +171,4 @@ class ReplicatedExchange(UserWrappedExchange):
 
     def roll_back(self, update: Update) -> None:
         super().roll_back(update)
-        for passes in self._passes:
-            passes.end_update()
+        self.commit(update)  # forgets the passes

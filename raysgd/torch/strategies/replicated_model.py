@@ -313,12 +313,8 @@ def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
 
     Other buffers may be caches, whose sizes depend on each worker's batches.
     """
-    return [
-        buffer
-        for module in model.modules()
-        if isinstance(module, _BatchNorm)
-        for buffer in module.buffers(recurse=False)
-    ]
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
 def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -> str:

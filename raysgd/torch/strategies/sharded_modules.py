@@ -104,10 +104,7 @@ class ShardedModules:
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.trained = [parameter.requires_grad for parameter in self.parameters]
         self.names: list[dict[str, int]] = [
-            {
-                name: self._index[id(parameter)]
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-            }
+            {name: self._index[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
             for model in models
         ]
         self._blocks: dict[torch.nn.Module, list[int]] = {}

@@ -156,14 +156,8 @@ class ShardLayout:
 
     def pieces_of(self, shard: int, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces of a shard."""
-        ranges = self.shards[shard]
-        return [
-            piece
-            for piece in pieces
-            if piece.param_index in ranges
-            and ranges[piece.param_index][0] <= piece.start
-            and piece.stop <= ranges[piece.param_index][1]
-        ]
+        pairs = [(piece, self.shards[shard].get(piece.param_index, (0, 0))) for piece in pieces]
+        return [p for p, (first, end) in pairs if first <= p.start and p.stop <= end]
 
     def new_buffers(self, shard: int, device: torch.device) -> ShardUpdate:
         lengths_by_dtype: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
