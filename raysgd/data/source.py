@@ -265,8 +265,8 @@ class BatchSource:
 class PartitionedSource(BatchSource):
     """A loader of `epoch_size` items in batches of `size`, divided by an :class:`EpochPartition`.
 
-    If `epoch_size` is None, it is unknown. If `size` is None, each item is a batch. A `layout` with
-    a number of parts makes the global batch size constant: `requested_batch_size`, if `size` is
+    If `epoch_size` is None, it is unknown. If `size` is None, each item is a batch. A `layout` that
+    `keeps_step_size` makes the global batch size constant: `requested_batch_size`, if `size` is
     `config_batch_size`.
     """
 

@@ -243,8 +243,7 @@ class EqualBitsExchange(GroupExchange):
         if not dist.is_initialized():
             return list(flags)
         # Messages of different optimizers have equal sizes, so that they can be compared.
-        optimizers = self._registered.optimizers
-        width = max(sum(len(g["params"]) for g in o.param_groups) for o in optimizers)
+        width = max(len(parameters_of(optimizer)) for optimizer in self._registered.optimizers)
         padding = [0] * (width + len(self._registered.buffer_copies.values) - len(flags))
         step = self._registered.position.global_step
         sent = [step, kind, -step, -kind, *(-flag for flag in flags), *padding]
@@ -326,11 +325,8 @@ class EqualBitsBuffers:
 
     def merge_kinds(self) -> list[int]:
         """Return how to merge each buffer."""
-        kinds = []
-        for index, before in enumerate(self._registered.buffer_copies.values):
-            kept = [buffers[index] for buffers in self._stored.values()]
-            kinds.append(max((_merge_kind(before, after) for after in kept), default=_KEEP))
-        return kinds
+        rows = zip(self._registered.buffer_copies.values, *self._stored.values(), strict=True)
+        return [max((_merge_kind(old, new) for new in kept), default=_KEEP) for old, *kept in rows]
 
     def merge(self, kinds: Sequence[int], partition: EpochPartition) -> None:
         """Set floats to their old values and the mean of the changes, others as in part 0."""
@@ -374,8 +370,7 @@ class EqualBitsBuffers:
             after: list[Any] = self._stored.get(part, before)
             weight = num_samples / (plan.total_samples or 1)
             tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])
-        num_parts = partition.layout.num_planned_parts(partition.world_size)
-        return sum_over_workers(tree, num_parts, partition.shares)
+        return sum_over_workers(tree, partition.layout.num_planned_parts(1), partition.shares)
 
 
 class PartMetrics:
@@ -396,7 +391,7 @@ class PartMetrics:
         messages = self._gather(pickle.dumps(map_leaves(local, on_cpu)))
         rows = [row for message in messages for row in pickle.loads(message)]
         rows.sort(key=lambda row: row[0])
-        last = partition.layout.num_planned_parts(partition.world_size) - 1
+        last = partition.layout.num_planned_parts(1) - 1
         return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
 
     def _gather(self, pickled: bytes) -> list[bytes]:
