@@ -31,9 +31,10 @@ class Rollback(UpdateFeature):
 
     This feature copies only if an update has several optimizer steps, or if `train_batch` of an
     earlier step changed parameters before the update, as sharpness-aware minimization does. With
-    bad steps or micro-batches, it also copies before the first update. Otherwise the version
-    counters of PyTorch show whether a discarded step changed parameters. If so, the state is
-    damaged. The counters do not detect changes through ``parameter.data``.
+    bad steps, or micro-batches on a CPU, it also copies before the first update. A GPU may lack
+    the memory. Otherwise the version counters of PyTorch show whether a discarded step changed
+    parameters. If so, the state is damaged. The counters do not detect changes through
+    ``parameter.data``.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class Rollback(UpdateFeature):
         self._moves: bool | None = None  # parameters, before the update. None: not known yet
 
     def begin_update(self, update: Update) -> None:
-        moves = self._has_bad_steps or update.is_split if self._moves is None else self._moves
+        if (moves := self._moves) is None:
+            on_cpu = not any(parameter.is_cuda for parameter in self._parameters)
+            moves = self._has_bad_steps or (update.is_split and on_cpu)
         self._has_copies = update.optimizer_steps.need_copies or moves
         if self._has_copies:
             for backup in self._backups:
