@@ -73,6 +73,7 @@ class TorchTrainState(TrainState):
     def restoring_models(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserving(registered := self.registered))
+            registered.buffer_copies.take()  # which the next line restores
             stack.callback(self.roll_back)
             for model in registered.models if registered.has_all_parameters else ():
                 for module in (model, *model.modules()):  # the model may be a wrapper

@@ -140,6 +140,7 @@ def test_rehearsal_returns_metrics_and_changes_nothing():
     runner = make_runner()
     runner.handle(TrainRequest(call_number=0, until_step=3))
     runner.handle(ValidateRequest(call_number=1, num_steps=2))
+    runner.operator.model[2].running_mean.fill_(7)
     before = state_of(runner)
     assert runner.handle(REHEARSAL)["num_samples"] == 8
     assert runner.handle(LeavingRequest(call_number=1))["num_samples"] == 16
