@@ -230,7 +230,8 @@ class TorchStateAccess(StateAccess):
         )
 
     def module_modes(self) -> Any:
-        return [[m.training for m in model.modules()] for model in self._models]
+        before = dict(self._train_state.modes_before)
+        return [[before.get(m, m.training) for m in model.modules()] for model in self._models]
 
     def set_module_modes(self, modes: Any) -> None:
         for model, of_model in zip(self._models, modes, strict=True):

@@ -157,6 +157,7 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert TorchRunner(TorchOptions(training_operator_cls=Recorder)).restart_state() is None
     runner.handle(TrainRequest(call_number=7, until_step=3))
     runner.operator.model[0].eval()
+    runner.handle(ValidateRequest(call_number=7))
     state = runner.handle(RestartStateRequest(num_workers=1))
     assert (state["global_step"], state["call"]["call_number"]) == (3, 7)
     other = make_runner()
