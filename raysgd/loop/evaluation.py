@@ -86,6 +86,7 @@ class Evaluation:
     ) -> Iterator[_EvaluationBatches]:
         """Return a context for evaluating batches of a source, with these batches."""
         train_state, read = self._train_state, source.batches(0, offset, limit)
+        train_state.check_undamaged()
         self.batches = batches = _EvaluationBatches(source, read, self._control, limit)
         train_state.meters = None
         try:

@@ -17,7 +17,9 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import (
     LeavingRequest,
+    PredictRequest,
     SaveRequest,
+    StateRequest,
     TrainRequest,
     ValidateRequest,
 )
@@ -170,10 +172,11 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert [runner.restart_state(number) is None for number in (1, 2)] == [False, True]
     runner._train_state.update.set_damaged(True)
     assert runner.restart_state() is None
-    with pytest.raises(RuntimeError, match="The step after step 3 failed"):
-        runner.state_dict()
-    with pytest.raises(RuntimeError, match="The step after step 3 failed"):
-        runner.handle(TrainRequest(call_number=8, until_epoch=1))
+    requests = [TrainRequest(call_number=8, until_epoch=1), ValidateRequest(call_number=9)]
+    requests += [PredictRequest(loader=[torch.ones(1, 1)]), StateRequest(frozen=True)]
+    for request in requests:
+        with pytest.raises(RuntimeError, match="The step after step 3 failed"):
+            runner.handle(request)
 
 
 def test_content_of_a_file_has_the_state_and_the_parts_of_the_driver():
