@@ -36,18 +36,17 @@ class Evaluation:
         train_state, call_record = self._train_state, self._call_record
         call_record.begin(request.call_number)
         train_state.timers.enabled = request.profile
+        if request.loader is not None:
+            source = self._source_of(request.loader)
+            self._evaluate(source, 0, request)
+            source.end_processes()
+            return call_record.result()
         start = call_record.call.last_validation
         if start is None or start[0] != request.call_number:
             offset = 0 if request.from_start else train_state.position.validation_offset
             start = call_record.call.last_validation = request.call_number, offset
         source = train_state.data.source_or_missing("validation")
-        if request.loader is not None:
-            source = self._source_of(request.loader)
-        offset = self._evaluate(source, start[1], request)
-        if request.loader is None:
-            train_state.position.validation_offset = offset
-        else:
-            source.end_processes()
+        train_state.position.validation_offset = self._evaluate(source, start[1], request)
         return call_record.result()
 
     def _evaluate(self, source: BatchSource, offset: int, request: ValidateRequest) -> int:
