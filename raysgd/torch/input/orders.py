@@ -167,7 +167,7 @@ class EpochOrder:
             sampler = kind(sampler.dataset)
         self.sampler, self._loader = sampler, loader
         self.seed = 0
-        self._drawn: tuple[int, int] | None = None  # seed and epoch of the order
+        self._drawn: tuple[int, int, int] | None = None  # seed, epoch, and length of the order
         self._order: Order = None
         self._digest: int | None = None  # of the order, once it is known
         self._have_agreed = False
@@ -196,10 +196,11 @@ class EpochOrder:
 
     def is_drawn(self, epoch: int) -> bool:
         """Return whether the order of an epoch is drawn."""
-        return self._drawn == (self.seed, epoch)
+        return self._drawn == (self.seed, epoch, len(self.sampler))
 
     def _set(self, epoch: int, order: Order) -> None:
-        self._drawn, self._order, self._digest = (self.seed, epoch), order, None
+        self._drawn, self._order = (self.seed, epoch, len(self.sampler)), order
+        self._digest = None
 
     def digest(self, epoch: int) -> int | None:
         """Return a number that identifies the order of an epoch.

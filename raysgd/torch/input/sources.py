@@ -142,7 +142,6 @@ class MapStyleSource(PartitionedSource):
         self.knows_sizes = keeps_all_samples(loader)
         # An item of a `raysgd.data.Dataset` can have several rows.
         self._collates = loader.batch_size is not None and loader.collate_fn != collate_samples
-        self._tensors = None if self._assigns_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
 
     @property
@@ -166,7 +165,7 @@ class MapStyleSource(PartitionedSource):
         if offset:
             self.epoch_order.check_saved(epoch, self._saved)
         spans, same_spans = itertools.tee(partition.spans(offset, num_steps))
-        if self._tensors is not None:
+        if not self._assigns_batches and _only_collates_tensors(self.loader):
             rows = (self._rows(order, *span) for span in spans)
             return self._yield_batches(rows, order, same_spans, epoch)
         data: Any = self.loader.dataset
@@ -190,7 +189,7 @@ class MapStyleSource(PartitionedSource):
 
     def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
         keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
-        return [each[keys] for each in self._tensors or ()]
+        return [each[keys] for each in self.loader.dataset.tensors]
 
     def _yield_batches(
         self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
@@ -392,15 +391,13 @@ def why_not_partitioned(loader: Any) -> str:
     return ""
 
 
-def _tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:
-    """Return the tensors of a loader that only collates the rows of a TensorDataset.
+def _only_collates_tensors(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader only collates the rows of a TensorDataset.
 
     Indexing the tensors for a whole batch is many times faster than reading sample by sample.
     """
-    data = loader.dataset
-    if type(loader) is not DataLoader or type(data) is not TensorDataset:
-        return None
+    data: Any = loader.dataset
+    is_plain = type(loader) is DataLoader and type(data) is TensorDataset
     reads_in_process = loader.num_workers == 0 and not loader.pin_memory
-    only_collates = loader.collate_fn is default_collate and reads_in_process
-    is_dense = all(tensor.layout is torch.strided for tensor in data.tensors)
-    return data.tensors if only_collates and is_dense else None
+    only_collates = is_plain and reads_in_process and loader.collate_fn is default_collate
+    return only_collates and all(tensor.layout is torch.strided for tensor in data.tensors)

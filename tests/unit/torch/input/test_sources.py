@@ -434,9 +434,12 @@ def test_batches_of_tensors_are_those_of_a_plain_loader(data):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_changing_a_batch_in_place_leaves_the_data_as_it_is(shuffle):
     data = tensors(8)
-    for features, _ in wrap(DataLoader(data, batch_size=4, shuffle=shuffle)).batches(0, 0):
+    source = wrap(DataLoader(data, batch_size=4, shuffle=shuffle))
+    for features, _ in source.batches(0, 0):
         features.zero_()
     assert data.tensors[0].tolist() == list(range(8))
+    data.tensors = tensors(11).tensors
+    assert sorted(indices(source.batches(0, 0))) == list(range(11))
 
 
 # ---- settings
