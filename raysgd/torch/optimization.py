@@ -328,11 +328,11 @@ def count_of(
     index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
     if is_plain and not registered.data.ignores_targets:
-        step = registered.position.global_step
-        is_checked = target.device.type == "cpu" or not step & (step - 1)  # a GPU would wait
-        if not is_checked or not bool((target == index).any()):
+        step, trains = registered.position.global_step, torch.is_grad_enabled()
+        waits = target.device.type != "cpu" and trains and step & (step - 1)
+        if waits or not bool((target == index).any()):
             return count
-        if torch.is_grad_enabled():
+        if trains:
             registered.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
             return count
     counted = target[target != index]

@@ -174,6 +174,7 @@ class Classes(TrainingOperator):
         self.register_data(validation_loader=DataLoader(config["data"], batch_size=4))
 
 
+OnGpu = type("OnGpu", (torch.Tensor,), {"device": torch.device("cuda")})
 IGNORED = {
     "classes": (torch.nn.CrossEntropyLoss(), (23,), -100),
     "pixels": (torch.nn.CrossEntropyLoss(ignore_index=2), (23, 5), 2),
@@ -189,9 +190,10 @@ def test_ignored_targets_do_not_count_in_the_accuracy(make_trainer, kind):
     target = torch.randint(0, 3, shape, generator=generator)
     target[torch.rand(shape, generator=generator) < 0.5] = ignored
     target[4:8], target[20:] = ignored, 0
-    data = list(zip(features, target, strict=True))
+    data = list(zip(features, target.as_subclass(OnGpu), strict=True))
     model = torch.nn.Conv1d(3, 3, 1) if shape[1:] else torch.nn.Linear(3, 3)
     trainer = make_trainer(Classes, {"model": model, "criterion": criterion, "data": data})
+    trainer.get_local_operator()._train_state.position.global_step = 3
     found = trainer.validate()
     with torch.no_grad():
         output = trainer.get_model()(features)
