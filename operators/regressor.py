@@ -109,6 +109,6 @@ def r2(count: float, targets: Any, squares: Any, errors: Any) -> float:
     of an output do not vary.
     """
     deviations = torch.as_tensor(squares - targets**2 / count)
-    if not bool((deviations > 0).all()):
+    if not bool((deviations > 1e-13 * squares).all()):  # otherwise it is a rounding error
         return float("nan")
     return float((1 - torch.as_tensor(errors) / deviations).mean())
