@@ -112,7 +112,7 @@ class WithMetrics(TrainingOperator):
         method = super().validate_batch
         result = method(batch, batch_info)
         if getattr(method, "__func__", None) is TrainingOperator.validate_batch:
-            self.update_metrics(batch_info["output"], self.to_device(batch[-1]))
+            self.update_metrics(batch_info["output"], batch_info["target"])
         return result
 
 

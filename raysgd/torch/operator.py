@@ -252,7 +252,7 @@ class TrainingOperator(OperatorBase):
         return count_of(criterion, target, num_samples, self._train_state.registered)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch, and store the output in ``batch_info["output"]``.
+        """Evaluate one batch. Store ``output`` and ``target`` in `batch_info`.
 
         Returns:
             ``val_loss`` and ``num_samples``. ``val_accuracy``, the fraction of positions whose
@@ -265,11 +265,11 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("eval_fwd"), self.autocast():
             output = model(*read.arguments, **read.keywords)
             loss = loss_of(self, output, read)
-        batch_info["output"] = output
         num_samples = self._count_samples(read, batch_info)
         count = self.count_for_backward(batch, num_samples, read.target)
         metrics = {"val_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
         target = read.keywords.get("labels") if read.target is None else read.target
+        batch_info |= {"output": output, "target": target}
         ignored = ignored_index(getattr(self, "criterion", None))
         if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:
             metrics["val_accuracy"] = accuracy

@@ -124,7 +124,8 @@ def test_the_default_validation_feeds_the_metrics():
 
     config = {"metrics": MulticlassAccuracy(num_classes=2, average="micro")}
     operator = run_operator(Measured, config)
-    found = operator.validate(iter(operator.validation_loader))
+    batches = [{"input": x, "label": y} for x, y in operator.validation_loader]
+    found = operator.validate(iter([*operator.validation_loader, *batches]))
     assert found["val_MulticlassAccuracy"] == pytest.approx(found["val_accuracy"], abs=1e-6)
 
 
