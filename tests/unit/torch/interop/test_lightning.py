@@ -137,7 +137,9 @@ def test_num_items_weights_the_validation_loss_of_a_module():
 
     operator = run_operator(Counting, {"lr": 0.1}, scheduler_step_freq="epoch")
     batches = [(X[:20], Y[:20]), (X[20:], Y[20:])]
+    operator._train_state.segment = batches  # a train_epoch validates
     result = operator.validate(iter(batches))
+    assert operator.module.training
     with torch.no_grad():
         losses = [torch.nn.functional.mse_loss(operator.module(x), y) for x, y in batches]
     counts = [(y > 0).sum() for _, y in batches]
