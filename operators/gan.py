@@ -78,8 +78,7 @@ class GAN(ConfiguredOperator):
 
     def real_samples(self, batch: Any) -> torch.Tensor:
         """Return the samples of a batch."""
-        samples: torch.Tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
-        return samples
+        return batch if isinstance(batch, torch.Tensor) else batch[0]
 
     def noise(self, num_samples: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Return noise z of the shape (num_samples, latent_size)."""
