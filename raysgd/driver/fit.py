@@ -75,10 +75,8 @@ class FitLoop:
     """Number of epochs that need no validation anymore."""
     _due_step: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
-    _training: tuple[dict[str, Any], LastCall] | None = None
-    """Metrics and call of the newest training, until a validation completes its result."""
-    _validation: tuple[dict[str, Any], LastCall] | None = None
-    """Metrics and call of the validation of that training."""
+    _result_parts: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
+    """Metrics and call of the newest training, and of its validation, until both are reported."""
 
     def run(
         self,
@@ -178,7 +176,7 @@ class FitLoop:
         self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
-        self._training, self._validation = (metrics, result.last_call), None
+        self._result_parts = [(metrics, result.last_call)]
         hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
         try:
             self.dispatcher.report(hook, trainer, metrics, result.last_call)
@@ -207,15 +205,15 @@ class FitLoop:
             result = self.dispatcher.validate(trainer, request)
             self.has_validated = True
             self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
-            if result.last_call.is_complete:  # otherwise the user looks at some batches
-                self._validation = (result.merged, result.last_call) if self._training else None
+            if self._result_parts and result.last_call.is_complete:  # not only of some batches
+                self._result_parts[1:] = [(result.merged, result.last_call)]
             try:
                 self.dispatcher.report(
                     "on_validation_end", trainer, result.merged, result.last_call
                 )
             finally:  # also after Ctrl-C in a callback
                 self.validation_names.update(result.merged)
-                if self._validation is not None:
+                if len(self._result_parts) == 2:
                     self._report_result(trainer)
         return result
 
@@ -223,15 +221,15 @@ class FitLoop:
         """Pass the result of an epoch to the callbacks, unless a callback made the call."""
         if self.dispatcher.callback_list.running_hooks:
             return
-        assert self._training is not None
-        merged, call = self._training
-        if self._validation is None:
+        merged, call = self._result_parts[0]
+        if len(self._result_parts) == 1:
             names = self.validation_names - {NUM_SAMPLES, BATCH_COUNT}
             merged = {name: value for name, value in merged.items() if name not in names}
         else:
-            merged, seconds = {**merged, **self._validation[0]}, call.seconds
-            call = self._validation[1]._replace(seconds=seconds + self._validation[1].seconds)
-            self._training = self._validation = None
+            validated, last_call = self._result_parts[1]
+            merged = {**merged, **validated}
+            call = last_call._replace(seconds=call.seconds + last_call.seconds)
+            self._result_parts = []
         self.dispatcher.callback_list.call_hook("on_result", trainer, call, merged)
 
     # ---- missing validations
@@ -258,8 +256,7 @@ class FitLoop:
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
         self._due_step = None if due is None else self.dispatcher.position.global_step
-        self._training = None if due is None else (due, LastCall("train", time.time(), 0.0))
-        self._validation = None
+        self._result_parts = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
 
     # ---- checks
 
