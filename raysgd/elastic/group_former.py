@@ -304,8 +304,7 @@ class GroupFormer:
                 _, lost = self._rpc.probe_or_kill(
                     attempt.pending, lambda: attempt.collect(0.0) or now() > deadline
                 )
-                attempt.lost |= lost
-                attempt.pending = {m: f for m, f in attempt.pending.items() if m not in lost}
+                attempt.declare_lost(lost)
             is_late = now() > deadline and not self._group.detect_cut_off()
         waiting = list_ranks(self._record.ranks, attempt.pending)
         if is_late or attempt.has_failed:

@@ -46,7 +46,7 @@ _LOG_BUSY_AFTER_S = 5.0
 class Attempt:
     """Collects the outcomes of a request to several workers, or of a phase of a start or a rejoin.
 
-    A lost worker and the first error of user code are causes. A failed collective is not.
+    Only methods change fields. Causes are lost workers and the first user error, not collectives.
     """
 
     def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
@@ -59,15 +59,22 @@ class Attempt:
         self.outcomes: dict[WorkerHandle, Outcome] = {}
         self.lost: dict[WorkerHandle, BaseException] = {}
         self.first_user_error: tuple[WorkerHandle, Outcome] | None = None
-        self.needs_new_generation = False
-        """Whether the workers must form a group again though none has failed."""
-        self.connection_error: BaseException | None = None
-        """The error of a worker that may live, but whose outcome will never come."""
+        self.why_new_generation: BaseException | None = None
+        """Why the workers must form a group again, though none has failed."""
 
     def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
         self.members.append(member)
         self.pending[member] = future
         future.add_done_callback(self._finished.put)
+
+    def declare_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> None:
+        """Stop waiting for workers that were found to be lost."""
+        self.lost |= lost
+        self.pending = {m: future for m, future in self.pending.items() if m not in lost}
+
+    def end_generation(self, why: BaseException) -> None:
+        """Let the attempt fail. The next generation repeats the step that no worker committed."""
+        self.why_new_generation = why
 
     @property
     def is_running(self) -> bool:
@@ -76,12 +83,12 @@ class Attempt:
     @property
     def has_failed(self) -> bool:
         kinds = {outcome.kind for outcome in self.outcomes.values()}
-        return bool(self.lost) or self.needs_new_generation or not kinds <= {"ok", "paused"}
+        return self.is_cause_known or not kinds <= {"ok", "paused"}
 
     @property
     def is_cause_known(self) -> bool:
         """Whether the attempt has a cause, or needs none."""
-        return self.needs_new_generation or bool(self.lost) or self.first_user_error is not None
+        return bool(self.lost or self.first_user_error or self.why_new_generation is not None)
 
     def collect(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
@@ -97,29 +104,28 @@ class Attempt:
                 if outcome.kind == "user" and self.first_user_error is None:
                     self.first_user_error = (member, outcome)
                 elif outcome.kind == "cut off":
-                    self.needs_new_generation = True
-            elif member.may_be_alive(error):
-                self.connection_error, self.needs_new_generation = error, True
+                    self.end_generation(outcome.exception())
+            elif member.may_be_alive(error):  # its outcome will never come
+                self.end_generation(error)
             elif is_worker_failure(error):
                 self.lost[member] = error
             else:
                 raise error
         return bool(finished)
 
-    def collect_until(
-        self, timeout_s: float, is_reached: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Wait up to `timeout_s` seconds until all workers have returned or a condition holds."""
-        deadline = self._clock.monotonic() + timeout_s
-        while self.pending and not is_reached() and self._clock.monotonic() < deadline:
-            self.collect(deadline - self._clock.monotonic())
+    def collect_until(self, timeout_s: float, ends_at_cause: bool = False) -> None:
+        """Wait up to `timeout_s` seconds until all have returned, or until a cause is known."""
+        now = self._clock.monotonic
+        deadline = now() + timeout_s
+        while self.pending and now() < deadline and not (ends_at_cause and self.is_cause_known):
+            self.collect(deadline - now())
 
     def make_error(self) -> BaseException:
         """Return the exception to raise for a failure without a lost worker."""
         if self.first_user_error is not None:
             return self.first_user_error[1].exception()
         reasons = (o.exception() for o in self.outcomes.values() if o.kind not in ("ok", "paused"))
-        reason = next(reasons, self.connection_error)
+        reason = next(reasons, self.why_new_generation)
         error = CollectiveError(
             f"All workers are alive, but could not communicate: {reason}. Check that all workers "
             "make the same backward passes and call the same collectives, in the same order."
@@ -174,10 +180,10 @@ class GroupRpc:
 
     def interrupt_failed(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
-        attempt.collect_until(ROOT_CAUSE_S, lambda: attempt.is_cause_known)
+        attempt.collect_until(ROOT_CAUSE_S, ends_at_cause=True)
         self.interrupt(attempt)
         attempt.collect_until(_RETURN_S)
-        attempt.collect_until(_NODE_LOSS_S, lambda: attempt.is_cause_known)
+        attempt.collect_until(_NODE_LOSS_S, ends_at_cause=True)
         self._unfinished = self.busy
 
     def interrupt_and_send(self, request: Request) -> None:
@@ -187,9 +193,8 @@ class GroupRpc:
         self._call_control(idle, Worker.interrupt, self.record.generation)
         packed = pack_as(request.name, request)
         answers = {member: member.submit_work(Worker.handle, packed) for member in idle}
-        attempt = Attempt(answers, self.group.clock)
-        attempt.collect_until(ANSWER_S)
-        self._unfinished |= attempt.pending  # the next call detects lost workers among them
+        self.group.clock.wait(answers.values(), ANSWER_S)
+        self._unfinished |= answers  # the next call detects lost workers among them
 
     def _call_control(
         self, members: Iterable[WorkerHandle], method: Any, *arguments: Any

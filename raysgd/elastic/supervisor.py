@@ -258,7 +258,7 @@ class Supervisor:
             self._record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
         if attempt.lost:
             return state_machine.WorkersLost(lost=attempt.lost)
-        was_interrupted = attempt.needs_new_generation and outcome is None
+        was_interrupted = attempt.why_new_generation is not None and outcome is None
         can_repeat = call.has_batches or call.max_failures > 0
         if self.execution.min_splits or (was_interrupted and can_repeat):
             return state_machine.CallFailed()
@@ -329,4 +329,4 @@ class Supervisor:
         step = choose_pause_step(list(progress.values()), lead_s)
         steps = self._rpc.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
-            attempt.needs_new_generation = True  # some workers have passed the step: discard it
+            attempt.end_generation(CollectiveError("Some workers have passed the pause step."))

@@ -67,7 +67,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
     attempt.collect(0)
     assert attempt.has_failed
-    assert attempt.needs_new_generation  # so that the call is repeated, if possible
+    assert attempt.why_new_generation  # so that the call is repeated, if possible
     interrupted = outcome("interrupted", RuntimeError())
     rpc = GroupRpc(SimpleNamespace(clock=Clock()), None, None, 1.0)
     monkeypatch.setattr(rpc, "interrupt", lambda _: futures["b"].set_result(interrupted))

@@ -76,7 +76,7 @@ def test_a_call_is_repeated_after_workers_were_cut_off_from_the_driver(world, me
     controller = world.drive(3).controller
     for member in controller.members:
         member.work_s = 1.0
-    world.plan(0.5, lambda: controller.members[0].end("cut off"))
+    world.plan(0.5, lambda: controller.members[0].end("cut off", OSError()))
     if method == "train":
         assert train(controller) == [40] * 3
         assert kinds(controller) == ["started", "resumed"]
