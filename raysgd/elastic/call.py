@@ -95,9 +95,9 @@ class Call:
     leaving_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     num_failures: int = 0
-    """Number of losses so far."""
+    """Number of losses so far, over all requests. The `CallBudget` of a request starts with it."""
     causes: list[str] = field(default_factory=list)
-    """Where and why workers were lost."""
+    """Where and why workers were lost. `GroupRecord.add_event` adds them."""
     leaving_results: list[Any] = field(default_factory=list)
     """Outcomes of the `leaving_request` of workers that have left."""
 

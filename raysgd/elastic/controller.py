@@ -202,9 +202,7 @@ class Controller:
                 former.collect_metrics(self.members)
             case state_machine.RemoveLost(lost):
                 for member, error in lost.items():
-                    rank, cause = record.ranks.get(member, -1), cause_of(member, error)
-                    record.add_event("lost", [member], cause=cause)
-                    call.causes.append(f"worker {rank} on {member.name}: {cause}")
+                    record.add_event("lost", [member], cause=cause_of(member, error))
                     self._starter.expect_replacement(member)
                     self._group.discard(member)
                 call.num_failures = self.state.budget.num_failures
@@ -219,7 +217,8 @@ class Controller:
                     self._starter.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
                     record.set_progress(record.progress, self._supervisor.execution.progress_before)
-                raise record.make_error(why, *next(iter(lost.items()), ()))
+                first_lost, reason = next(iter(lost.items()), (None, None))
+                raise record.make_error(why, first_lost, reason)
         return None
 
     # ---- calls

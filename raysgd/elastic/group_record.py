@@ -98,8 +98,10 @@ class GroupRecord:
             cause = cause or self.interruption
         self.interruption = ""
         num_workers, max_workers = len(self.group.members), self.group.options.num_workers
+        names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._survivors_stay else 0
+            self.call.causes.append(f"{names[0]}: {cause}")
         event = Event(
             kind=kind,
             generation=self.generation,
@@ -111,7 +113,6 @@ class GroupRecord:
             **values,
         )
         self.events.append(event)
-        names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
         shown = {
             **vars(event),
             "rank": next(iter(event.ranks), -1),
