@@ -262,7 +262,6 @@ class BackendExecutor:
         call = Call(method="run", max_failures=self._max_failures)
         self._run = run = _Run(controller, spec, checkpoints, datasets, call)
         with self.abort_on_error():
-            # `FunctionRunner.handle` reads it from a LoadRequest.
             controller.snapshots.replace_with(run.start_state)
             self._await_idle_workers(controller)
             run.begin()

@@ -34,7 +34,7 @@ class EndRunRequest(Request):
 class FunctionRunner(Runner):
     """Runs one training function. `Runner` documents which thread calls which method.
 
-    A `LoadRequest` brings its spec, also after a restart.
+    A `LoadRequest` brings its spec: from `_Run.begin`, and from `GroupFormer` after each restart.
 
     `share_gpus` lets each worker see the GPUs of all workers on its node. In the driver's
     environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
