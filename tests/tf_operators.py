@@ -92,7 +92,7 @@ def weights(operator):
 
 def replica_hash(operator):
     """Return a hash, equal on two workers only if models and optimizers are equal."""
-    from raysgd.tf.train_state import KerasStateAccess
+    from raysgd.tf.state_access import KerasStateAccess
 
     digest = hashlib.sha256()
     state = KerasStateAccess(operator._train_state).read()

@@ -14,7 +14,8 @@ from raysgd.loop.differences import cpu_model, differing, format_values, hash_of
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.update import Update
-from raysgd.tf.train_state import KerasStateAccess, KerasTrainState
+from raysgd.tf.state_access import KerasStateAccess
+from raysgd.tf.train_state import KerasTrainState
 
 _COMPARED_EVERY = 100
 """Steps after which the end of a call compares the values of all replicas."""

@@ -1,7 +1,9 @@
-"""Keras models: arrays of their variables, transfer to the driver, and mixed precision."""
+"""Keras models: arrays of their variables, options, transfer to the driver, mixed precision."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterable, Mapping
 from types import FunctionType
 from typing import Any
@@ -11,6 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.tf.layer_state import flat_layers, layer_states, set_layer_states
+
+_RATE = re.compile("'learning_rate': [^,}]*")
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of objects, which each get_config may create again
 
 
 def overrides(model: Any, name: str) -> bool:
@@ -29,6 +34,16 @@ def set_arrays(variables: Iterable[Any], arrays: Mapping[str, Any]) -> None:
     """Assign the arrays of `named_arrays` in order, because names may differ between processes."""
     for variable, array in zip(variables, arrays.values(), strict=True):
         variable.assign(np.asarray(array))
+
+
+def options_of(optimizer: Any) -> tuple[str, Any, list[str]]:
+    """Return an optimizer's options without rates, its rate, and rates of optimizers in it."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate, options = inner._learning_rate, ""  # the public one is a schedule's current value
+    with contextlib.suppress(NotImplementedError, TypeError):  # a rate without get_config
+        options = _ADDRESS.sub("", str(inner.get_config()))
+    rate = float(rate) if hasattr(rate, "numpy") else rate
+    return _RATE.sub("", options), rate, _RATE.findall(options)
 
 
 def trainable_flags(model: Any) -> dict[str, bool]:

@@ -47,7 +47,8 @@ class TFRunner(OperatorRunner):
             import keras
             import tensorflow as tf
 
-            from raysgd.tf.train_state import KerasRandomGenerators, KerasStateAccess
+            from raysgd.tf.state_access import KerasStateAccess
+            from raysgd.tf.train_state import KerasRandomGenerators
 
         self._restorers = [
             partial(keras.config.set_dtype_policy, keras.config.dtype_policy()),

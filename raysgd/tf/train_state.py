@@ -1,10 +1,7 @@
-"""The training state of a Keras operator, what is saved of it, and its random numbers."""
+"""The training state of a Keras operator, and its random numbers."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,21 +13,15 @@ from keras.src.random.seed_generator import global_seed_generator
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
-from raysgd._internal.nested import load_or_restore, try_copy
+from raysgd._internal.nested import try_copy
 from raysgd.loop.feature import MicroBatching
-from raysgd.loop.state_access import StateAccess, check_objects
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives
-from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags
-from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
+from raysgd.tf.keras import options_of, trainable_flags
 from raysgd.tf.losses import BatchLosses, compiled_objects
 from raysgd.tf.options import TFSettings
 from raysgd.tf.sources import KerasSources
 from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
-
-_RATE = re.compile("'learning_rate': [^,}]*")
-_PURPOSE = re.compile(r"[^/_\d]+(?=[_\d]*$)")  # the last word of a path, such as velocity
-_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of objects, which each get_config may create again
 
 
 class KerasTrainState(TrainState):
@@ -63,7 +54,7 @@ class KerasTrainState(TrainState):
 
     def compile_arguments(self) -> list[Any]:
         arguments = [each for model in self.models for each in compiled_objects(model)]
-        for options, rate, _ in map(_options_of, self.optimizers):
+        for options, rate, _ in map(options_of, self.optimizers):
             arguments += [options, None if isinstance(rate, float) else rate]
         return arguments
 
@@ -117,89 +108,6 @@ class KerasTrainState(TrainState):
 
     def trainable_flags(self) -> list[dict[str, bool]]:
         return [trainable_flags(model) for model in self.models]
-
-
-class KerasStateAccess(StateAccess):
-    """Reads and loads the registered models and optimizers."""
-
-    _train_state: KerasTrainState
-
-    def unsharded_models(self) -> list[Any]:
-        with self._train_state.evaluating():
-            return [to_portable(model) for model in self._train_state.models]
-
-    def user_settings(self) -> Any:
-        optimizers = self._train_state.optimizers
-        return self._train_state.trainable_flags(), list(map(_options_of, optimizers))
-
-    def read(self, frozen: bool = True) -> dict[str, Any]:
-        train_state = self._train_state
-        return {
-            "models": [named_arrays(model.weights) for model in train_state.models],
-            "layers": [layer_states(model) for model in train_state.models],
-            "trainable": train_state.trainable_flags(),
-            "optimizers": [named_arrays(each.variables) for each in train_state.optimizers],
-        } | ({"not_finite": train_state.not_finite} if train_state.not_finite else {})
-
-    def check(self, state: dict[str, Any]) -> None:
-        train_state = self._train_state
-        weights = [model.weights for model in train_state.models]
-        check_objects("models", weights, state.get("models"), _variables_problem)
-        check_objects("layers", train_state.models, state.get("layers"), layers_problem)
-        trainable = train_state.trainable_flags()
-        check_objects("trainable", trainable, state.get("trainable", trainable), _trainable_problem)
-        saved = state.get("optimizers")
-        check_objects("optimizers", train_state.optimizers, saved, _optimizer_problem)
-
-    def load(self, state: dict[str, Any]) -> None:
-        train_state, models = self._train_state, self._train_state.models
-        if any(state["layers"]):
-            train_state.graphs = StepGraphs()  # graphs hold the old tensors and tables
-        with contextlib.ExitStack() as undoing:  # after `check`, only code of layers can fail
-            for n, (model, layers) in enumerate(zip(models, state["layers"], strict=True)):
-                load, own = functools.partial(set_layer_states, model), layer_states(model)
-                undoing.enter_context(load_or_restore(model, own, layers, f"layers[{n}]", load))
-        for model, arrays in zip(models, state["models"], strict=True):
-            set_arrays(model.weights, arrays)
-        if "trainable" in state:  # older files lack it
-            for model, values in zip(models, state["trainable"], strict=True):
-                set_trainable(model, values)
-        for optimizer, arrays in zip(train_state.optimizers, state["optimizers"], strict=True):
-            set_arrays(optimizer.variables, arrays)
-
-
-def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:
-    """Return an optimizer's options without rates, its rate, and rates of optimizers in it."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    rate, options = inner._learning_rate, ""  # the public one is a schedule's current value
-    with contextlib.suppress(NotImplementedError, TypeError):  # a rate without get_config
-        options = _ADDRESS.sub("", str(inner.get_config()))
-    rate = float(rate) if hasattr(rate, "numpy") else rate
-    return _RATE.sub("", options), rate, _RATE.findall(options)
-
-
-def _trainable_problem(own: Mapping[str, bool], saved: Mapping[str, bool]) -> str:
-    fits = len(own) == len(saved)
-    return "" if fits else f"it has {len(saved)} layers and variables, not {len(own)}"
-
-
-def _optimizer_problem(optimizer: Any, arrays: Mapping[str, Any]) -> str:
-    if problem := _variables_problem(optimizer.variables, arrays):
-        return problem
-    for variable, name in zip(optimizer.variables, arrays, strict=True):
-        if _PURPOSE.findall(variable.path) != _PURPOSE.findall(name):
-            return f"it has {name} in place of {variable.path}"
-    return ""
-
-
-def _variables_problem(variables: list[Any], arrays: Mapping[str, Any]) -> str:
-    if len(arrays) != len(variables):
-        return f"it has {len(arrays)} variables, not {len(variables)}"
-    for variable, (name, array) in zip(variables, arrays.items(), strict=True):
-        shape, expected = np.shape(array), tuple(variable.shape)
-        if shape != expected:
-            return f"{name} has the shape {shape}, not {expected}"
-    return ""
 
 
 class KerasRandomGenerators(RandomGenerators):

@@ -18,7 +18,8 @@ from raysgd.loop.operator_runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
-from raysgd.torch.train_state import TorchRandomGenerators, TorchStateAccess
+from raysgd.torch.state_access import TorchStateAccess
+from raysgd.torch.train_state import TorchRandomGenerators
 from raysgd.torch.wrappers import is_ddp
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

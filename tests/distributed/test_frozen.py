@@ -7,7 +7,7 @@ from raysgd import ElasticConfig, TorchTrainer
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import WorkerLostError
 from raysgd.testing.chaos import Chaos, Fault, kill
-from raysgd.torch.train_state import TorchStateAccess
+from raysgd.torch.state_access import TorchStateAccess
 from tests.unit.torch.features.test_frozen_parameters import Tuned
 
 

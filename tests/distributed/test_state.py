@@ -19,7 +19,7 @@ from raysgd import TorchTrainer
 from raysgd.checkpoint import read_file, read_manifest
 from raysgd.errors import CheckpointError
 from raysgd.loop import operator_runner
-from raysgd.torch.train_state import TorchStateAccess
+from raysgd.torch.state_access import TorchStateAccess
 from tests.ends import by_thread, check_that_shutdown_ends, hold
 from tests.faulty import pids_of
 from tests.operators import Classifier, make_data, replica_hash

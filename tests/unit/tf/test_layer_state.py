@@ -14,7 +14,7 @@ from raysgd.errors import CheckpointError  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.keras import from_portable, to_portable  # noqa: E402
 from raysgd.tf.layer_state import layer_states  # noqa: E402
-from raysgd.tf.train_state import KerasStateAccess  # noqa: E402
+from raysgd.tf.state_access import KerasStateAccess  # noqa: E402
 
 L = keras.layers
 RNG = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.communication import KerasCollectives  # noqa: E402
 from raysgd.tf.features import ReplicaSync  # noqa: E402
 from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
-from raysgd.tf.train_state import KerasStateAccess  # noqa: E402
+from raysgd.tf.state_access import KerasStateAccess  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
 from tests.tf_operators import Digits, digits, make_model, weights  # noqa: E402
 

@@ -12,7 +12,7 @@ keras = pytest.importorskip("keras")
 
 
 def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
-    from raysgd.tf.train_state import KerasStateAccess
+    from raysgd.tf.state_access import KerasStateAccess
 
     slow, fast = build(Digits, {"lr": 0.01}), build(Digits, {"lr": 0.04})
     then, now = initial_options(slow), initial_options(fast)

@@ -10,7 +10,7 @@ from raysgd import TrainingOperator
 from raysgd.loop.operator_base import has_validation_loader
 from raysgd.testing import run_operator
 from raysgd.torch.object_states import initial_options, rescale_options
-from raysgd.torch.train_state import TorchStateAccess
+from raysgd.torch.state_access import TorchStateAccess
 from tests.operators import Classifier
 
 Lr = torch.optim.lr_scheduler

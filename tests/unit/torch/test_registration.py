@@ -19,7 +19,8 @@ from raysgd.torch import registration
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
-from raysgd.torch.train_state import TorchStateAccess, TorchTrainState
+from raysgd.torch.state_access import TorchStateAccess
+from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import assert_names
 from tests.operators import Classifier
 

@@ -119,7 +119,7 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
     runner = make_runner()
     runner.handle(TrainRequest(call_number=0, until_step=1))
     runner._train_state.collectives.all_reduce_min = lambda *values: [*values]
-    monkeypatch.setattr("raysgd.torch.train_state.state_digest", lambda state: pytest.fail("read"))
+    monkeypatch.setattr("raysgd.torch.state_access.state_digest", lambda state: pytest.fail("read"))
     runner._train_state.collectives.broadcast = lambda make, rank: make()
     runner._hosted_loop.state_access.copy_from(0, follows=False)
 

@@ -17,7 +17,8 @@ from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
-from raysgd.torch.train_state import TorchStateAccess, TorchTrainState
+from raysgd.torch.state_access import TorchStateAccess
+from raysgd.torch.train_state import TorchTrainState
 from tests.operators import local
 
 NUM_STEPS = 6

@@ -25,9 +25,10 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
+from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import ShardLayout, merge_shards, plan_transfers
-from raysgd.torch.train_state import TorchStateAccess, TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import (
     HAS_FULL_SHARDING,
     IN_SOAK,
