@@ -218,8 +218,8 @@ class FitLoop:
         return result
 
     def _report_result(self, trainer: Trainer) -> None:
-        """Pass the result of an epoch to the callbacks, unless a callback made the call."""
-        if self.dispatcher.callback_list.running_hooks:
+        """Pass the result of an epoch to callbacks, unless one made the call or loaded a state."""
+        if self.dispatcher.callback_list.running_hooks or not self._result_parts:
             return
         merged, call = self._result_parts[0]
         if len(self._result_parts) == 1:

@@ -84,14 +84,6 @@ def test_fit_trains_validates_and_returns_the_metrics(make_trainer):
     ]
 
 
-@pytest.mark.parametrize(
-    ("every", "expected"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5]), (None, [])]
-)
-def test_validate_every_also_validates_the_last_epoch(make_trainer, every, expected):
-    history = make_trainer().fit(5, validate_every=every)
-    assert [entry["epoch"] for entry in history if "val_loss" in entry] == expected
-
-
 def test_a_validation_that_fails_is_found_before_any_training(make_trainer):
     trainer = make_trainer(Recorder)
     with failure(trainer.get_local_operator(), when="validate") as caught:
@@ -107,6 +99,7 @@ def test_a_metric_that_validation_lacks_is_an_error_before_any_training(make_tra
         trainer.fit(2, callbacks=[EarlyStopping(monitor=name)])
     assert trainer.global_step == 0
     trainer.fit(1, callbacks=[EarlyStopping(monitor="val_loss")])
+    trainer.fit(2, callbacks=[Scripted([1.0, 1.0], "val_added"), EarlyStopping("val_added")])
 
 
 class Measuring(Recorder):
@@ -142,11 +135,6 @@ def test_a_metric_of_validation_is_an_error_if_fit_does_not_validate(
     with pytest.raises(ValueError, match=rf"because fit.. does not validate\.{why}"):
         trainer.fit(2, callbacks=[EarlyStopping()], **given)
     assert trainer.global_step == 0
-
-
-def test_callbacks_may_add_a_monitored_metric(make_trainer):
-    scores = Scripted([1.0], "val_score")
-    make_trainer(callbacks=[scores]).fit(1, callbacks=[EarlyStopping("val_score")])
 
 
 @pytest.mark.parametrize("kind", [CheckpointCallback, EarlyStopping])
@@ -515,6 +503,8 @@ def test_fit_in_a_callback_is_an_error(make_trainer):
     [
         (lambda trainer: trainer.fit(2), False, ["both", "both"]),
         (lambda trainer: trainer.fit(3, validate_every=2), False, ["train", "both", "both"]),
+        (lambda trainer: trainer.fit(2, validate_every=9), False, ["train", "both"]),
+        (lambda trainer: trainer.fit(2, validate_every=None), False, ["train", "train"]),
         (lambda trainer: trainer.fit(max_steps=3), False, []),
         (lambda trainer: (trainer.train(), trainer.validate()), False, ["train", "both"]),
         (lambda trainer: (trainer.train(), trainer.validate(num_steps=1)), False, ["train"]),
@@ -523,12 +513,15 @@ def test_fit_in_a_callback_is_an_error(make_trainer):
         (lambda trainer: trainer.fit(2), True, ["both", "both"]),
         (lambda trainer: trainer.fit(2, None), True, ["both", "both"]),
         (lambda trainer: (trainer.train(), trainer.validate()), True, ["both"]),
+        (lambda trainer: (trainer.train(), trainer.fit(2)), "after a load", ["both"]),
     ],
 )
 def test_an_epoch_has_one_result_with_its_validation(make_trainer, run, validates, expected):
     class Validating(Callback):
         def on_epoch_end(self, trainer, metrics):
-            if validates:
+            if validates == "after a load":  # no result of an epoch that another state replaces
+                trainer.load_state_dict(trainer.state_dict())
+            elif validates:
                 trainer.validate()
 
     class Results(Callback):
