@@ -38,7 +38,7 @@ class KerasStateTransfer(StateTransfer):
     """See :class:`raysgd.driver.state.StateTransfer`."""
 
     def weights(self) -> Any:
-        models = self._fetch(ApplyOperatorRequest(function=weights), "save_model")[0]
+        models = self.models("save_model", ApplyOperatorRequest(function=weights))
         if len(models) == 1:
             return models[0]
         return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
