@@ -140,9 +140,10 @@ class TFTrainer(OperatorTrainer):
         counts_epochs = self._fit_loop.fit_arguments.num_epochs not in (None, sys.maxsize)
         if self._limits is None or num_steps is not None or counts_epochs:
             return super().train(num_steps, *arguments)
+        last_step = self._fit_loop.fit_arguments.max_steps  # None outside of fit
         for _ in range(self._limits["epochs"] or 1):
             result = super().train(self._limits["steps_per_epoch"], *arguments)
-            if self.global_step == self._fit_loop.fit_arguments.max_steps:
+            if last_step and (self.global_step == last_step or self.stop_reason is not None):
                 break
         return result
 

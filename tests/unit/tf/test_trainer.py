@@ -9,7 +9,7 @@ import pytest
 
 from raysgd import TFTrainer
 from raysgd._internal import step_timing
-from raysgd.callbacks import EMA
+from raysgd.callbacks import EMA, Callback
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.tf import TrainingOperator
 from raysgd.tf.trainer import fit_limits
@@ -133,6 +133,10 @@ def test_fit_of_creator_functions_ends_at_max_steps_with_metrics(steps, max_step
         history = trainer.fit(max_steps=max_steps, verbose=False)
         assert trainer.global_step == max_steps
         assert all(row["train_loss"] > 0 and row["batch_count"] > 0 for row in history)
+        stopping = Callback()
+        stopping.on_epoch_end = stopping.on_steps_end = lambda *_: trainer.request_stop("enough")
+        trainer.fit(max_steps=max_steps + 9, verbose=False, callbacks=[stopping])
+        assert trainer.global_step == max_steps + min(steps, 9)
 
 
 def test_fit_refuses_to_count_epochs_of_endless_data_of_creator_functions():
