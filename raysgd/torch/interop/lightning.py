@@ -253,6 +253,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             vars(module).pop("forward", None)
 
     def _move_to_device(self, batch: Any) -> Any:
+        self._stand_in.batch_size = None  # of a hook, or of a batch that ran out of memory
         batch = self._transfer_hook("on_before_batch_transfer")(batch, 0)
         batch = self._transfer_hook("transfer_batch_to_device")(batch, self.device, 0)
         return self._transfer_hook("on_after_batch_transfer")(batch, 0)
@@ -361,9 +362,8 @@ def _import_beside(module: Any, name: str) -> Any:
 
 def _overrides(module: Any, name: str) -> bool:
     """Return whether user code overrides a method of Lightning."""
-    own = getattr(type(module), name, None)
-    is_other = own is not None and own is not getattr(_base_of(type(module)), name, None)
-    return is_other or name in vars(module)
+    own, base = (getattr(kind, name, None) for kind in (type(module), _base_of(type(module))))
+    return own is not base or name in vars(module)
 
 
 def _check_hooks(module: Any, *uncalled: str) -> None:

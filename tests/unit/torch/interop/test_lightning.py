@@ -225,6 +225,9 @@ class OfGraphs(Line):
         self.log_dict({"nodes": 1.0 * len(batch.rows)}, batch_size=len(batch.rows))
         return self(batch.rows).sum() * 0 + batch.num_graphs
 
+    def on_validation_epoch_start(self):
+        self.log("first", 1.0, batch_size=9)
+
     def validation_step(self, batch, batch_idx):
         self.log("hidden", 1.0, logger=False, batch_size=batch.num_graphs)
         self.log("val_size", float(batch.num_graphs))
