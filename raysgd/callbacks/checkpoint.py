@@ -90,8 +90,7 @@ class CheckpointCallback(Callback):
         """The newest write, in a thread."""
         self._newest: str | None = None
         self._saved_at = 0
-        """The step of the newest checkpoint, or of the start of training."""
-        self._can_save = True
+        """The step of the newest checkpoint, or of one that need not or cannot be saved."""
         self._is_rated = False
         """Whether a complete validation has measured the monitored metric."""
         self.restored_from: str | None = None
@@ -108,7 +107,7 @@ class CheckpointCallback(Callback):
         return Location(self._folder or Path(logdir or ".", "checkpoints"))
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._can_save, self._is_rated = True, False
+        self._is_rated = False
         folder = self.folder_in(trainer.logdir)
         folder.make_folder()  # an error before training, not at the first save
         self._store = self._new_store(folder.name, job=self._job or trainer.operator_name)
@@ -117,26 +116,24 @@ class CheckpointCallback(Callback):
             return
         if (restored := self._store.restore()) is None:
             return
-        shown = Location(restored.path).label
         try:
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
             raise CheckpointError(f"{error} Or use another folder (or logdir).") from None
         self.restored_from, self._saved_at = restored.path, trainer.global_step
-        self._newest = shown
+        self._newest = Location(restored.path).label
         # Warn because, for example, the script's learning rate has no effect now.
         logger.warning(
             "Resuming from %s, with its optimizers: epoch %d, step %d. To start from scratch, use "
             "another folder.",
-            shown,
+            self._newest,
             trainer.epoch,
             trainer.global_step,
         )
 
     def next_pause(self, global_step: int) -> int | None:
-        if self._every == "epoch":
-            return None
-        return (global_step // self._every + 1) * self._every
+        self._saved_at = min(self._saved_at, global_step)  # an earlier state was loaded
+        return None if self._every == "epoch" else (global_step // self._every + 1) * self._every
 
     def on_pause(self, trainer: Trainer) -> None:
         self._save(trainer, {})
@@ -160,7 +157,8 @@ class CheckpointCallback(Callback):
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         # After other errors of raysgd, reading the state could wait for workers that never answer.
         may_answer = BadStepsError | CallbackError | RemoteError
-        self._can_save = isinstance(error, may_answer) or not isinstance(error, RaySGDError)
+        if isinstance(error, RaySGDError) and not isinstance(error, may_answer):
+            self._saved_at = trainer.global_step
         try:
             self._save_unsaved(trainer)
         finally:
@@ -169,7 +167,7 @@ class CheckpointCallback(Callback):
 
     def _save_unsaved(self, trainer: Trainer) -> None:
         """Save the steps since the last save, if any, and wait until the checkpoint is written."""
-        if self._can_save and trainer.global_step > self._saved_at:
+        if trainer.global_step > self._saved_at:
             self._save(trainer, {})
         self._wait()
 

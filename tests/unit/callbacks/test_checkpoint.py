@@ -252,35 +252,28 @@ class Calling(Callback):
             self._call()
 
 
-def test_the_end_by_max_steps_is_saved_once(make_trainer, tmp_path):
-    arguments = [("epoch", 7), (3, 6), (3, 7)]
-    for number, (every, max_steps) in enumerate(arguments):
-        saving = CheckpointCallback(tmp_path / str(number), every=every, keep=None)
-        make_trainer(callbacks=[saving]).fit(max_steps=max_steps)
-    found = [steps(tmp_path / str(number)) for number in range(len(arguments))]
-    assert found == [[5, 7], [3, 6], [3, 6, 7]]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "num_epochs", "error", "expected"),
+    ("arguments", "max_steps", "error", "expected"),
     [
-        ({"every": 3, "keep": None, "blocking": False}, 2, None, [3, 6, 9, 10]),
-        ({"every": 7, "blocking": False}, 3, KeyboardInterrupt, [7, 8]),
-        ({}, 3, OSError, [5, 8]),
-        ({"monitor": "val_loss"}, 3, OSError, [5, 8]),
-        ({}, 3, CollectiveError, [5]),
+        ({"every": 3, "keep": None, "blocking": False}, 10, None, [3, 6, 9, 10]),
+        ({}, 7, None, [5, 7]),
+        ({"every": 3}, 6, None, [3, 6]),
+        ({"every": 7, "blocking": False}, 15, KeyboardInterrupt, [7, 8]),
+        ({}, 15, OSError, [5, 8]),
+        ({"monitor": "val_loss"}, 15, OSError, [5, 8]),
+        ({}, 15, CollectiveError, [5]),
     ],
 )
-def test_an_end_saves_the_steps_since_the_last_save(
-    make_trainer, tmp_path, arguments, num_epochs, error, expected
+def test_an_end_saves_the_steps_since_the_last_save_once(
+    make_trainer, tmp_path, arguments, max_steps, error, expected
 ):
     trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path, **arguments)])
     if error is not None:
         with failure(trainer.get_local_operator(), 8, error=error) as caught:
-            trainer.fit(num_epochs)
+            trainer.fit(max_steps=max_steps)
         assert f"step-{expected[-1]:08d}" in caught.value.__notes__[-1]
     else:
-        trainer.fit(num_epochs)
+        trainer.fit(max_steps=max_steps)
     assert steps(tmp_path) == expected
     assert [read_manifest(each).global_step for each in sorted(tmp_path.glob("*.ckpt"))] == expected
 
@@ -314,13 +307,21 @@ def test_ctrl_c_skips_no_other_callback_and_no_write(make_trainer, tmp_path, mon
 
 
 def test_the_end_of_the_trainer_saves_new_steps_but_no_loaded_state(make_trainer, tmp_path):
-    for folder, loads in ((tmp_path / "new", False), (tmp_path / "loaded", True)):
-        with make_trainer(callbacks=[CheckpointCallback(folder, every=2)]) as trainer:
+    ends = {"new": [2, 3], "loaded": [2], "trained again": [2, 1], "failed": [2, 4, 5]}
+    for name, expected in ends.items():
+        folder = tmp_path / name
+        with make_trainer(Recorder, callbacks=[CheckpointCallback(folder, every=2)]) as trainer:
+            start = trainer.state_dict()
             trainer.train(num_steps=3)
             assert steps(folder) == [2]
-            if loads:
-                trainer.load(next(folder.glob("*.ckpt")))
-        assert steps(folder) == ([2] if loads else [2, 3])
+            if name in ("loaded", "trained again"):
+                trainer.load_state_dict(start)
+            if name == "failed":
+                with failure(trainer.get_local_operator(), 3, error=CollectiveError):
+                    trainer.train()
+            if name in ("trained again", "failed"):
+                trainer.train(num_steps=1 if name == "trained again" else 2)
+        assert steps(folder) == expected
 
 
 @pytest.mark.parametrize(
