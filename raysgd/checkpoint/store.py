@@ -162,7 +162,7 @@ class CheckpointStore(CheckpointFolder):
         job: str,
     ) -> None:
         if keep is not None:
-            as_int("CheckpointStore", "keep", keep, 1)
+            keep = as_int("CheckpointStore", "keep", keep, 1)
         mode = resolve_mode("CheckpointStore", monitor, mode)
         if not isinstance(job, str) or not job:
             raise ValueError(f"CheckpointStore(job={job!r}): must be a string with a name.")

@@ -49,7 +49,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         name, order = type(self).__name__, self.checkpoint_score_order
         if self.num_to_keep is not None:
-            as_int(name, "num_to_keep", self.num_to_keep, 0)
+            self.num_to_keep = as_int(name, "num_to_keep", self.num_to_keep, 0)
         check_choice(name, "checkpoint_score_order", order, ("max", "min"))
 
 

@@ -113,8 +113,8 @@ def as_sharding_args(
             f"{', '.join(map(repr, allowed))}."
         )
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
-    if "copies" in sharding_args:
-        as_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
+    if (copies := sharding_args.get("copies")) is not None:
+        sharding_args["copies"] = as_int("register(sharding_args=...)", "copies", copies, 0)
     call, scales = f'register(sharding="{sharding}")', registered.precision.scales_loss
     conflicts.check(sharding, call, options, models, ddp_args, scales)
     if (mode := mode_of(options, sharding, distributed=True)) != sharding:

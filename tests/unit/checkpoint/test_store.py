@@ -98,7 +98,7 @@ def test_the_newest_save_comes_first_after_going_back(folder):
 # ---- what is kept
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, [5]), (2, [4, 5]), (None, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(("keep", "kept"), [(1, [5]), (2.0, [4, 5]), (None, [1, 2, 3, 4, 5])])
 def test_the_newest_are_kept(folder, keep, kept):
     store = CheckpointStore(folder, job="first", keep=keep)
     for step in range(1, 6):

@@ -38,7 +38,7 @@ def test_checkpoints_are_numbered_files_that_pickle_reads(tmp_path):
 
 
 def test_the_best_stay_and_until_the_run_ends_also_the_newest(tmp_path):
-    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, "loss", "min"))
+    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2.0, "loss", "min"))
     keep(checkpoints, *({"loss": loss} for loss in (2.0, 4.0, 1.0, 3.0)))
     assert numbers_in(tmp_path) == [1, 3, 4]
     checkpoints.finish()
