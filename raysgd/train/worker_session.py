@@ -94,12 +94,11 @@ class Session:
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
         self._check_process()
         now = time.monotonic()
-        self.iteration += 1
         encoded: Any = {
             constants.TIME_THIS_ITER_S: now - self._reported_at,
             **metrics,
             constants.TIMESTAMP: int(time.time()),
-            constants.TRAINING_ITERATION: self.iteration,
+            constants.TRAINING_ITERATION: self.iteration + 1,
         }
         if self.spec.encode is not None:
             encoded = self.spec.encode(encoded)
@@ -147,6 +146,7 @@ class Session:
             if self.spec.encode is not None:
                 blob = _pickle(self.spec.encode(checkpoint))
             self._checkpoint, self._newest_arrays = own, arrays
+        self.iteration += kind == "report"
         self.result_queue.put(
             TrainingResult(
                 kind,

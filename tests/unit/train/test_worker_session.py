@@ -77,9 +77,11 @@ def test_a_checkpoint_that_is_not_finite_replaces_no_finite_one(run):
 
 
 def test_metrics_that_cannot_be_pickled_are_refused_in_the_function(run):
-    run()
+    queue = run()
     with pytest.raises(TypeError, match=r"the metric 'lock' cannot be pickled: .* plain values"):
         train.report(loss=0.5, lock=threading.Lock())
+    train.report(loss=0.5)
+    assert queue.turns[0].metrics["_training_iteration"] == 1
 
 
 @pytest.mark.parametrize("call", [train.report, train.save_checkpoint])
