@@ -159,6 +159,7 @@ class DataParallelTrainer:
         """Return a copy with `config` merged over ``train_loop_config``."""
         copied = copy.copy(self)
         copied.train_loop_config = {**self.train_loop_config, **config}
+        copied.run_config = copy.deepcopy(self.run_config)  # reused actors share the class
         return copied
 
     def _check_split(self) -> None:

@@ -177,13 +177,12 @@ class Trainer:
                 "to_tune_trainable() needs a trainer that is not started, because each trial "
                 "starts its own workers. Call shutdown() first."
             )
-        named = dataset if isinstance(dataset, Mapping) else {"dataset": dataset}
         trainer = DataParallelTrainer(
             train_func,
             backend_config=self._config,
             scaling_config=self._scaling,
             run_config=RunConfig(failure_config=self._failure),
-            dataset_config=dict.fromkeys(named, True),
+            dataset_config={"*": True},
         )
         trainer.datasets = dataset  # it may be a single dataset, without a name
         name = getattr(train_func, "__name__", "train_func")

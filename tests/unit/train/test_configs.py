@@ -24,10 +24,6 @@ def test_configs_of_raysgd_and_of_ray_are_taken(module):
     scaling = as_scaling_config(config)
     assert (scaling.num_workers, scaling.resources_per_worker) == (2, {"CPU": 3})
     assert as_scaling_config(module.ScalingConfig()).num_workers == 1
-
-
-@pytest.mark.parametrize("module", [train, ray.train])
-def test_fields_of_configs_may_be_set_before_the_run(module):
     config = module.RunConfig()
     config.checkpoint_config = module.CheckpointConfig()
     config.checkpoint_config.num_to_keep = 2

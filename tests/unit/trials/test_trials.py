@@ -10,7 +10,7 @@ from ray.tune import Trainable
 import raysgd.torch
 from raysgd import TorchTrainer
 from raysgd.callbacks import Callback
-from raysgd.train.configs import ScalingConfig
+from raysgd.train import RunConfig, ScalingConfig, TrainingCallback
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.tune import BaseTorchTrainable
 from raysgd.utils import BATCH_SIZE
@@ -225,17 +225,6 @@ def test_the_file_of_the_trainer_alone_is_a_checkpoint_of_a_trial(make_trial, tm
     assert lr_of(other) == 0.1
 
 
-def test_a_reused_trial_keeps_nothing_of_the_first(make_trial):
-    trial = make_trial({"lr": 0.1})
-    trial.train()
-    first = trial.trainer
-    assert trial.reset({"lr": 0.2})
-    assert lr_of(trial) == 0.2
-    assert trial.train()["epoch"] == 1
-    with pytest.raises(RuntimeError, match="shut down"):
-        first.train()
-
-
 class Counting(Callback):
     """A callback that adds the number of epochs it has seen to the metrics."""
 
@@ -246,8 +235,16 @@ class Counting(Callback):
         metrics["num_epochs_seen"] = self.num_epochs
 
 
-def test_each_trial_has_its_own_callbacks(make_trial):
-    trial = make_trial(callbacks=[Counting()])
+def test_a_reused_trial_keeps_nothing_of_the_first(make_trial):
+    trial = make_trial({"lr": 0.1}, callbacks=[Counting()])
     assert [trial.train()["num_epochs_seen"] for _ in range(2)] == [1, 2]
-    assert trial.reset({})
-    assert trial.train()["num_epochs_seen"] == 1
+    first = trial.trainer
+    assert trial.reset({"lr": 0.2})
+    assert lr_of(trial) == 0.2
+    result = trial.train()
+    assert (result["epoch"], result["num_epochs_seen"]) == (1, 1)
+    with pytest.raises(RuntimeError, match="shut down"):
+        first.train()
+    callback = TrainingCallback()
+    trainer = DataParallelTrainer(print, run_config=RunConfig(callbacks=[callback]))
+    assert trainer.for_trial({}).run_config.callbacks[0] is not callback
