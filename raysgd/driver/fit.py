@@ -256,6 +256,7 @@ class FitLoop:
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
         self._due_step = None if due is None else self.dispatcher.position.global_step
+        self._num_validated_epochs = self.num_completed_epochs
         self._result_parts = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
 
     # ---- checks

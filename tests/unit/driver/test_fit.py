@@ -416,6 +416,20 @@ def test_validate_makes_up_for_a_missing_validation(broken_off):
     assert told(spy) == ["on_validation_end", "on_epoch_end", "on_validation_end"]
 
 
+def test_an_epoch_after_a_load_lacks_its_validation_again(make_trainer):
+    due, trainer = [], make_trainer(callbacks=[spy := Spy()])
+    start = trainer.state_dict()
+
+    def load(*_):
+        due.append("validation_due" in trainer.state_dict())
+        if len(due) == 2:
+            trainer.load_state_dict(start)
+
+    spy.on_epoch_end = load
+    trainer.fit(3)
+    assert due == [True] * 5
+
+
 @pytest.mark.parametrize("num_steps", [2, None])
 def test_a_missing_validation_is_skipped_after_further_training(broken_off, num_steps):
     trainer, spy = broken_off
