@@ -135,10 +135,8 @@ class LanguageModel(SupervisedOperator):
 
 
 def _tokens_and_targets(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        batch = (batch,)
-    tokens, target = batch if len(batch) == 2 else (batch[0][:, :-1], batch[0][:, 1:])
-    return tokens, target
+    tokens, *more = (batch,) if isinstance(batch, torch.Tensor) else batch
+    return (tokens, more[0]) if len(more) == 1 else (tokens[:, :-1], tokens[:, 1:])
 
 
 def _perplexity(total: float, weight: float) -> float:
