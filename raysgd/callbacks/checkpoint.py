@@ -114,6 +114,7 @@ class CheckpointCallback(Callback):
         self._saved_at = trainer.global_step
         if not self._resume or trainer.epoch or trainer.global_step:
             return
+        self._newest = self.restored_from = None  # forget the run of another trainer
         if (restored := self._store.restore()) is None:
             return
         try:

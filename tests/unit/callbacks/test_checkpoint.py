@@ -160,6 +160,10 @@ def test_plain_calls_without_the_metric_keep_the_newest(make_trainer, tmp_path):
     make_trainer(callbacks=[saving]).train()
     assert saving.best
     assert steps(tmp_path)[-1] == 20
+    for name in names(tmp_path):
+        (tmp_path / name).unlink()
+    make_trainer(callbacks=[saving]).train()
+    assert saving.restored_from is None
 
 
 def look_at_batches(trainer, best):
