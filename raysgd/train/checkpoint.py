@@ -16,6 +16,7 @@ from typing import Any, Literal
 import cloudpickle
 
 from raysgd._internal.arguments import as_int, check_choice
+from raysgd._internal.paths import as_path
 from raysgd.checkpoint.file import read_pickle
 
 _FILES = "_files"
@@ -70,7 +71,7 @@ class Checkpoint:
         blob: bytes | None = None,
     ) -> None:
         self._data = data
-        self._path = None if path is None else Path(path).expanduser()
+        self._path = None if path is None else as_path("checkpoint", path)
         self._blob = blob
 
     # ---- create

@@ -98,8 +98,8 @@ def test_a_run_starts_from_a_dict_a_checkpoint_or_a_path(tmp_path, monkeypatch):
     for given in ({"a": 1}, made, tmp_path / "file", folder, "~/file", "~/folder"):
         assert Checkpoint.from_any(given).to_dict() == {"a": 1}
     write_pickle(cloudpickle.dumps([1]), tmp_path / "list", Manifest())
-    for wrong in (3, tmp_path / "list"):
-        with pytest.raises(TypeError, match=r"must (be|have) a dict"):
+    for wrong in (3, tmp_path / "list", "s3://bucket/file"):
+        with pytest.raises((TypeError, ValueError), match=r"must (be|have) a dict|not a URL"):
             Checkpoint.from_any(wrong).to_dict()
     with pytest.raises(CheckpointError, match="no such file"):
         Checkpoint.from_any(tmp_path / "nothing").to_dict()
