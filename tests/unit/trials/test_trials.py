@@ -245,6 +245,5 @@ def test_a_reused_trial_keeps_nothing_of_the_first(make_trial):
     assert (result["epoch"], result["num_epochs_seen"]) == (1, 1)
     with pytest.raises(RuntimeError, match="shut down"):
         first.train()
-    callback = TrainingCallback()
-    trainer = DataParallelTrainer(print, run_config=RunConfig(callbacks=[callback]))
-    assert trainer.for_trial({}).run_config.callbacks[0] is not callback
+    trainer = DataParallelTrainer(print, run_config=RunConfig(callbacks=[TrainingCallback()]))
+    assert trainer.for_trial({}).run_config.callbacks[0] not in trainer.run_config.callbacks
