@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import frozen_imports, refuse_triton
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.loop.operator_base import create_operator
@@ -38,20 +39,22 @@ class TFRunner(OperatorRunner):
         if self._options.forms_group_with_tensorflow:
             _set_threads(context)
         elif context.distributed:
-            from raysgd._internal.dynamo import postpone_dynamo
-
             postpone_dynamo()
 
     def setup(self, context: WorkerContext) -> None:
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import keras
             import tensorflow as tf
+            from keras.src.backend.common import global_state
 
             from raysgd.tf.state_access import KerasStateAccess
             from raysgd.tf.train_state import KerasRandomGenerators
 
+        # dtype_policy() would set a missing policy, and set_floatx in `setup` would come too late.
+        policy = global_state.get_global_attribute("dtype_policy")
         self._restorers = [
-            partial(keras.config.set_dtype_policy, keras.config.dtype_policy()),
+            partial(keras.config.set_floatx, keras.config.floatx()),
+            partial(global_state.set_global_attribute, "dtype_policy", policy),
             partial(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly()),
         ]
         options = self._options

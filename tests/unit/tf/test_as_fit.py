@@ -200,8 +200,7 @@ def test_losses_of_layers_count_in_addition_to_a_registered_loss(build):
 
 def test_class_weights_are_those_of_fit(build):
     def make():
-        optimizer = keras.optimizers.SGD(0.1)
-        return compiled(network(1), optimizer, "mse", weighted_metrics=["mae"])
+        return compiled(network(1), keras.optimizers.SGD(0.1), "mse", weighted_metrics=["mae"])
 
     compared(build, make, (FEATURES, BITS), class_weight={0: 0.2, 1: 3.0})
 
@@ -273,8 +272,7 @@ def test_masked_steps_are_left_out(build):
         return compiled(model, keras.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
 
     target = RNG.normal(size=(24, 6, 1)).astype("float32")
-    operator = build(Compiled, {"make": make})
-    found = operator.validate(iter(in_batches((steps, target))))
+    found = build(Compiled, {"make": make}).validate(iter(in_batches((steps, target))))
     expected = make().evaluate(in_batches((steps, target)), return_dict=True, verbose=0)
     for name in ("mae", "loss"):
         assert found[f"val_{name}"] == pytest.approx(expected[name], rel=1e-5)

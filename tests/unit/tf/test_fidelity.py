@@ -39,8 +39,7 @@ class Averages(KerasCollectives):
         return [sum(each) / self.size for each in of_all]
 
     def all_reduce_min(self, *values):
-        told = self.meeting.gather(self.rank, values)
-        return [min(each) for each in zip(*told, strict=True)]
+        return [min(each) for each in zip(*self.meeting.gather(self.rank, values), strict=True)]
 
 
 class Watched(Digits):

@@ -137,8 +137,7 @@ def own_objects():
 
         @classmethod
         def from_config(cls, config):
-            inner = keras.saving.deserialize_keras_object(config.pop("inner"))
-            return cls(inner, **config)
+            return cls(keras.saving.deserialize_keras_object(config.pop("inner")), **config)
 
     class Ones(keras.initializers.Initializer):
         def __call__(self, shape, dtype=None):

@@ -83,8 +83,7 @@ class TwoHeads(TrainingOperator):
 
     def loss_of(self, images, labels, place):
         output = self.model(images, training=True)[place]
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, output)
-        return tf.reduce_mean(losses)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, output))
 
     def loss_a(self, images, labels):
         return self.loss_of(images, labels, 0)
@@ -137,16 +136,14 @@ class OneForTwo(TrainingOperator):
     def loss_of(self, images, labels):
         encoder, classifier = self.models
         output = tf.cast(classifier(encoder(images)), tf.float32)
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, output)
-        return tf.reduce_mean(losses)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, output))
 
     def change(self, images, labels):
         """Return by how much a step changes each variable."""
         variables = [variable for model in self.models for variable in model.trainable_variables]
         before = named_arrays(variables)
         self.minimize(self.loss_of, images, labels, model=self.models)
-        after = named_arrays(variables)
-        return [after[name] - before[name] for name in before]
+        return [after - before[name] for name, after in named_arrays(variables).items()]
 
 
 def test_a_new_worker_can_take_over_the_optimizer_of_several_models(build):
@@ -160,8 +157,7 @@ def test_a_new_worker_can_take_over_the_optimizer_of_several_models(build):
 
 
 def loss_scale(operator):
-    optimizer = operator._train_state.optimizers[0]
-    return float(optimizer.dynamic_scale)
+    return float(operator._train_state.optimizers[0].dynamic_scale)
 
 
 def test_an_overflow_does_not_change_the_size_of_updates(build):

@@ -34,13 +34,24 @@ def make_runner(lr=0.1):
 
 def arrays_of(state):
     """Return the arrays of models and optimizers. Keras numbers their names within a process."""
-    parts = [*state["models"], *state["optimizers"]]
-    return [array for part in parts for array in part.values()]
+    return [a for part in (*state["models"], *state["optimizers"]) for a in part.values()]
 
 
 def assert_same(state, other):
     for array, expected in zip(arrays_of(state), arrays_of(other), strict=True):
         np.testing.assert_array_equal(array, expected)
+
+
+def test_setup_may_set_the_float_type_of_layers():
+    class Double(Digits):
+        def setup(self, config):
+            keras.config.set_floatx("float64")
+            super().setup(config)
+
+    keras.utils.clear_session()  # Keras then has no policy, as in a new process
+    with TFTrainer(training_operator_cls=Double, config={"data": "tf"}, use_local=True) as trainer:
+        assert trainer.get_model().weights[0].dtype == "float64"
+    assert keras.config.floatx() == keras.config.dtype_policy().name == "float32"
 
 
 def test_training_continues_equally_from_a_snapshot():
@@ -175,8 +186,7 @@ class Drawing(TrainingOperator):
     def loss_of(self, images, labels):
         layer, seed = self.augmenting
         images = layer(images, training=True) + keras.random.normal((64,), seed=seed)
-        outputs = [model(images, training=True) for model in self.models]
-        return self.criterion(labels, sum(outputs))
+        return self.criterion(labels, sum(model(images, training=True) for model in self.models))
 
     def train_batch(self, batch, batch_info):
         loss = self.minimize(self.loss_of, *batch, model=self.models)

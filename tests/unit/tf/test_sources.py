@@ -164,8 +164,7 @@ def test_features_are_compared_if_targets_are_placeholders(width, is_placeholder
     digests = set()
     for features in (np.arange(160), np.arange(160)[::-1]):
         targets = np.outer(np.arange(160), np.ones(width)) > 99 + 100 * is_placeholder
-        data = tf.data.Dataset.from_tensor_slices((features, targets)).batch(8)
-        iteration = _Iteration(data, 0)
+        iteration = _Iteration(tf.data.Dataset.from_tensor_slices((features, targets)).batch(8), 0)
         iteration.read(0, 20)
         digests.add(iteration.digest)
     assert len(digests) == 1 + is_placeholder
