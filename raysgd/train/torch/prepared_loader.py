@@ -127,9 +127,14 @@ class PreparedLoader(DataLoader[Any]):
         num_before, source = self._passes.num_collectives(), self._source
         try:
             for batch in batches:
-                plan = source.plan(offset, 1)
-                self._set_weight(plan.num_samples * self._world_size / (plan.total_samples or 1))
-                offset = source.offset_after(offset, 1)
+                plan, start, offset = source.plan(offset, 1), offset, source.offset_after(offset, 1)
+                num, total = plan.num_samples, plan.total_samples
+                if num and self.batch_size is None and self.batch_sampler is not None:
+                    # The items of the plan are batches of the user, of any size.
+                    first, end = next(source.partition.spans(start, 1))
+                    num = len(source.sample_ids(epoch, first, end - first))
+                    total = len(source.sample_ids(epoch, start, offset - start))
+                self._set_weight(num * self._world_size / (total or 1))
                 self._pass_position = epoch, offset, num_before
                 yield batch
         finally:

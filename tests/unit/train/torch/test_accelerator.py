@@ -155,8 +155,7 @@ def test_a_state_fits_groups_with_and_without_a_wrapper(sizes, process_group, mo
     models = []
     for size in sizes:
         monkeypatch.setattr("raysgd.train.torch.accelerator.world_size", lambda size=size: size)
-        model = torch.nn.BatchNorm1d(2)
-        models.append(train.torch.prepare_model(model, move_to_device="cpu"))
+        models.append(train.torch.prepare_model(torch.nn.BatchNorm1d(2), move_to_device="cpu"))
     first, second = models
     first.module.weight.data += 1
     second.load_state_dict(first.state_dict())

@@ -162,8 +162,7 @@ def test_a_loader_that_is_not_split_fits_the_same_number_of_workers():
     list(group.train())
     assert list(Group(MAKE["iterable"], 3, group.state()).train())[:3] == [0, 1, 2]
 
-    distributed = DistributedSampler(DATA, 2, 0)
-    Group(lambda: DataLoader(DATA, 3, sampler=distributed), 2).state()
+    Group(lambda: DataLoader(DATA, 3, sampler=DistributedSampler(DATA, 2, 0)), 2).state()
     for make, partitions in ((MAKE["batch_sampler"], True), (MAKE["shuffled"], False)):
         with pytest.raises(ValueError, match=r"is random, and raysgd does not split it.*always"):
             Group(make, 2, partitions=partitions).state()

@@ -234,6 +234,14 @@ def test_the_last_batch_of_a_worker_may_be_larger_with_shares():
     assert weights == [1.0, 0.75, 1.0, 1.0, 1.5, 1.0, 1.0, 0.75, 1.0]
 
 
+def test_batches_of_a_batch_sampler_weigh_by_size():
+    weights = []
+    for rank in range(2):
+        given = DataLoader(DATA, batch_sampler=[[0], [1, 2, 3], [4, 5]])
+        rows(prepared(given, rank, partitions="always", set_weight=weights.append))
+    assert weights == [0.5, 2.0, 1.0, 1.5, 0.0, 1.0]
+
+
 def test_loader_that_is_not_partitioned_begins_once_in_an_epoch():
     class Own(DataLoader):
         began = 0
@@ -304,8 +312,7 @@ def test_a_pass_counts_if_workers_communicate_after_it():
     for _ in range(3):
         orders += [rows(worker), rows(worker)]
         clock[0] += 1  # as in local SGD
-    first, again, *_ = orders
-    assert first == again
+    assert orders[0] == orders[1]
     assert len(set(map(tuple, orders))) == 3
     worker.sampler.set_epoch(worker.sampler.epoch)  # the user repeats an epoch
     assert rows(worker) == orders[-1]
