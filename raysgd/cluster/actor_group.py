@@ -252,7 +252,6 @@ def _actor_class() -> Any:
     # Ray Client does not support concurrency groups per call.
     for name, method in inspect.getmembers(Worker, inspect.isfunction):
         if not name.startswith("_"):
-            group = "work" if name in WORK_METHODS else "control"
-            ray.method(concurrency_group=group)(method)
+            ray.method(concurrency_group="work" if name in WORK_METHODS else "control")(method)
     remote: Any = ray.remote  # the type stubs lack concurrency_groups
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)

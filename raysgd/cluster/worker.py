@@ -200,8 +200,7 @@ class Worker:
             if not isinstance(request, Address):
                 return self._success(self._live_runner.handle(_unpack(request)), inbox)
             with contextlib.closing(IncomingValue(request)) as large:
-                complete = replace(large.value, incoming=large)
-                return self._success(self._live_runner.handle(complete))
+                return self._success(self._live_runner.handle(replace(large.value, incoming=large)))
         except BaseException as error:
             return self._failure(error)
 

@@ -268,8 +268,7 @@ class Listener:
             raise ConnectionAbortedError("the peer names an unknown key")
         key, handler = expectation
         mine = secrets.token_bytes(_RANDOM_BYTES)
-        proof = _proof(key, b"listening", mine, theirs)
-        await self._loop.sock_sendall(connection, mine + proof)
+        await self._loop.sock_sendall(connection, mine + _proof(key, b"listening", mine, theirs))
         expected = _proof(key, b"connecting", mine, theirs)
         if not hmac.compare_digest(await receive_exactly(connection, _PROOF_BYTES), expected):
             raise ConnectionAbortedError("the peer does not know the key")

@@ -39,8 +39,7 @@ class StoreServer:
     async def _answer(self, connection: socket.socket) -> None:
         while True:
             operation, *arguments = pickle.loads(await receive(connection))
-            answer = await self._operations[operation](*arguments)
-            await send(connection, pickle.dumps(answer))
+            await send(connection, pickle.dumps(await self._operations[operation](*arguments)))
             await asyncio.sleep(0)  # let other tasks run: ready reads and writes do not yield
 
     async def _get(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:

@@ -127,8 +127,7 @@ class EpochPartition:
 
     def _own_starts(self, offset: int, end: int) -> range:
         """Return where the batches begin that this worker gets in turn."""
-        first = offset + self.rank * self.batch_size
-        return range(first, end, self.world_size * self.batch_size)
+        return range(offset + self.rank * self.batch_size, end, self.world_size * self.batch_size)
 
     def _end_of_steps(self, offset: int, num_steps: int | None) -> int:
         end = self.end(offset)

@@ -74,8 +74,7 @@ class SnapshotKeeper:
         self.receive()
         if len(progress) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
-        of_rank_0 = next(iter(progress.values()))  # `progress` is sorted by rank
-        step, num_changes = of_rank_0.snapshot
+        step, num_changes = next(iter(progress.values())).snapshot  # of rank 0, which is first
         if num_changes != self._num_changes:
             self._step = -1  # fetch it even if it has the same step
             self._cancel_incoming()

@@ -153,8 +153,7 @@ class OperatorBase:
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, iterator=val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
-                weight = as_metrics(self.validate_batch, metrics).get(NUM_SAMPLES, 1)
-                meters.update(metrics, weight)
+                meters.update(metrics, as_metrics(self.validate_batch, metrics).get(NUM_SAMPLES, 1))
         if is_training:
             train_state.resume_modes()
         elif before is not None:  # user code may call `train_epoch`, and that may call this method

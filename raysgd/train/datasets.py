@@ -82,8 +82,7 @@ class Datasets:
 
 
 def _is_lazy(dataset: Any) -> bool:
-    is_done = type(dataset).__name__ == "MaterializedDataset"
-    return hasattr(dataset, "materialize") and not is_done
+    return hasattr(dataset, "materialize") and type(dataset).__name__ != "MaterializedDataset"
 
 
 def _warn_without_cpu(name: str) -> None:

@@ -81,8 +81,7 @@ class RayTrainReportCallback(Callback):
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         with tempfile.TemporaryDirectory() as folder:
             trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME))  # call on all workers
-            checkpoint = Checkpoint.from_directory(folder) if trainer.is_global_zero else None
-            report(metrics, checkpoint)
+            report(metrics, Checkpoint.from_directory(folder) if trainer.is_global_zero else None)
 
 
 def get_checkpoint_path() -> str | None:

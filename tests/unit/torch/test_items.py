@@ -146,8 +146,7 @@ class Case(cases.Case):
     def steps(self):
         """Return the first and the last sample of each step."""
         size = BATCH * self.full_size
-        bounds = [*range(0, len(self.targets), size), len(self.targets)]
-        return list(itertools.pairwise(bounds))
+        return list(itertools.pairwise([*range(0, len(self.targets), size), len(self.targets)]))
 
     def data(self):
         generator = torch.Generator().manual_seed(1)

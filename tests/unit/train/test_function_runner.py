@@ -28,8 +28,7 @@ class Worker:
         self.runner.setup(WorkerContext(world_rank=rank, world_size=2))
 
     def begin(self, function, run="one"):
-        spec = RunSpec(run, cloudpickle.dumps(function))
-        self.runner.handle(LoadRequest(state={"spec": spec}))
+        self.runner.handle(LoadRequest(state={"spec": RunSpec(run, cloudpickle.dumps(function))}))
 
     def next(self):
         return self.runner.handle(NextResultRequest())

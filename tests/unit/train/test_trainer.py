@@ -145,8 +145,7 @@ def test_restore_takes_the_function_and_its_config_by_position(tmp_path, run_con
     def second(config):
         pass
 
-    trainer = DataParallelTrainer(first, train_loop_config={"a": 1}, run_config=run_config)
-    trainer._new_folder()
+    DataParallelTrainer(first, train_loop_config={"a": 1}, run_config=run_config)._new_folder()
     changed = DataParallelTrainer.restore(tmp_path / "run", second, {"a": 2})
     assert changed.train_loop_per_worker is second
     assert changed.train_loop_config == {"a": 2}
@@ -161,8 +160,7 @@ def test_a_run_is_stored_without_callbacks_that_cannot_be_pickled(tmp_path, run_
     callback = PrintCallback()
     callback.lock = threading.Lock()
     run_config.callbacks = [callback]
-    trainer = DataParallelTrainer(lambda: 1, run_config=run_config, datasets={"a": [1]})
-    trainer._new_folder()
+    DataParallelTrainer(lambda: 1, run_config=run_config, datasets={"a": [1]})._new_folder()
     assert "Pass them again to restore(path" in caplog.text
     assert run_config.callbacks == [callback]
     restored = DataParallelTrainer.restore(tmp_path / "run")

@@ -45,8 +45,7 @@ def test_a_report_has_the_values_at_the_time_of_the_call(run, size):
 
 def test_numbers_in_a_checkpoint_rate_it_before_those_of_its_report(run):
     queue = run()
-    weights = {"bias": torch.ones(1)}
-    saved = {"loss": torch.tensor(4.0), "model": weights, "accuracy": torch.ones(3)}
+    saved = {"loss": torch.tensor(4.0), "model": {"b": torch.ones(1)}, "accuracy": torch.ones(3)}
     train.report({"loss": 2, "accuracy": 0.5}, checkpoint=Checkpoint.from_dict(saved))
     train.report({}, checkpoint=Checkpoint.from_dict({"loss": 1}))
     train.save_checkpoint(loss=3)

@@ -461,8 +461,7 @@ def test_hugging_face_stream_that_is_split_by_node_is_left_to_the_user():
 
 class Unseeded(Numbers):
     def __iter__(self):
-        order = np.random.default_rng().permutation(self.size)
-        return iter(torch.from_numpy(order))
+        return iter(torch.from_numpy(np.random.default_rng().permutation(self.size)))
 
 
 def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
