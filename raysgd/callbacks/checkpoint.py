@@ -109,13 +109,16 @@ class CheckpointCallback(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         self._is_rated = False
         folder = self.folder_in(trainer.logdir)
-        folder.make_folder()  # an error before training, not at the first save
         self._store = self._new_store(folder.name, job=self._job or trainer.operator_name)
         self._saved_at = trainer.global_step
-        if not self._resume or trainer.epoch or trainer.global_step:
-            return
+        if self._resume and not (trainer.epoch or trainer.global_step):
+            self._restore(trainer, self._store)
+        if self.restored_from is None:
+            folder.make_folder()  # an error before training, not at the first save
+
+    def _restore(self, trainer: Trainer, store: CheckpointStore) -> None:
         self._newest = self.restored_from = None  # forget the run of another trainer
-        if (restored := self._store.restore()) is None:
+        if (restored := store.restore()) is None:
             return
         try:
             trainer.load_state_dict(restored.state)
