@@ -182,7 +182,8 @@ class Optimization(UpdateFeature):
         def averaging() -> Any:
             loss = closure()
             exchange.complete_gradients(optimizer)
-            if update.loss_weights.lack_items:
+            weights = update.loss_weights
+            if weights.lack_items and not weights.awaits_count:  # not of another optimizer's loss
                 optimizer.zero_grad(set_to_none=True)
             if not isinstance(loss, torch.Tensor):
                 return loss

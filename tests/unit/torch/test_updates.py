@@ -108,6 +108,25 @@ class Empty(Plain):
         return {"num_samples": number}
 
 
+class TwoLosses(Plain):
+    """The first loss has no items, and the second is a plain one."""
+
+    def train_batch(self, batch, batch_info):
+        def compute():
+            (loss := self.model(batch[0]).sum()).backward()
+            return loss
+
+        self.backward(self.model(batch[0]).sum(), num_samples=0)
+        self.optimizer_step(self.optimizer)
+        before = self.model[0].weight.clone()
+        self.optimizer.step(compute)
+        return {"moved": (self.model[0].weight - before).abs().sum()}
+
+
+def test_a_plain_loss_after_one_without_items_is_trained(make_trainer):
+    assert make_trainer(TwoLosses).train(num_steps=1)["moved"] > 0
+
+
 @pytest.mark.parametrize("step", ["helper", "raw", "closure", "exact"])
 def test_update_without_items_is_skipped(step):
     exact = {"exact": EqualBits(2)} if step == "exact" else {}
