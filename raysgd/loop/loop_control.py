@@ -24,9 +24,9 @@ class LoopControl:
         self._is_waiting = False
         self.failed_at = ""  # see `ProcessStatus.failed_at`
 
-    def raise_if_interrupted(self, keeps_ctrl_c: bool = False) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raise StepInterruptedError if the call is interrupted, or deliver a deferred Ctrl-C."""
-        if self._has_deferred_ctrl_c and not keeps_ctrl_c:
+        if self._has_deferred_ctrl_c:
             signal.raise_signal(signal.SIGINT)  # only the first Ctrl-C is deferred
         if self.is_interrupted:
             raise StepInterruptedError("The driver asked this worker to stop.")

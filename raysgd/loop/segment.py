@@ -77,8 +77,8 @@ class Segment:
         self.was_read = True
         self._train_state.timing.begin(OTHER)
         self.commit_if_done()
-        # The call counts a completed epoch before it delivers Ctrl-C.
-        self._control.raise_if_interrupted(self.epoch_is_over and not self._update.is_open)
+        if self._update.is_open or not self.epoch_is_over:  # otherwise, count the epoch first
+            self._control.raise_if_interrupted()
         if not self._micro_batches:
             self._draw_batch()
         rows, micro_batch = self._micro_batches.popleft()
