@@ -155,7 +155,7 @@ class TrainState(ABC):
         update.close()
         self.add_metrics(metrics)
         if errors:
-            raise errors[0]
+            raise next((e for e in errors if not isinstance(e, Exception)), errors[0])  # Ctrl-C
 
     def add_metrics(self, metrics: Sequence[MicroBatchMetrics]) -> None:
         """Add metrics of an update that counts to the meters, if there are any."""
