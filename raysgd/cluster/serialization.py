@@ -1,4 +1,4 @@
-"""Pickling with out-of-band buffers (PEP 574), which does not copy large tensors and arrays."""
+"""Pickling: out-of-band buffers (PEP 574) for large tensors, and classes of the user's script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+import cloudpickle
 
 _LARGE_BYTES = 1 << 14
 _STORED_BYTES = 1 << 20
@@ -220,3 +223,25 @@ def _restore_tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
 
     own = flat if flat.flags.writeable else flat.copy()  # processes share read-only memory
     return torch.from_numpy(own).view(dtype).reshape(shape)
+
+
+# ---- processes that a worker spawns, such as those of a DataLoader
+
+
+def send_classes_of_the_script() -> None:
+    """Pickle classes and functions of ``__main__`` by value between this and other processes.
+
+    Python looks them up by name, but the ``__main__`` of a worker is Ray's.
+    """
+    ForkingPickler.reducer_override = _reduce_by_value  # type: ignore[method-assign]
+
+
+def _reduce_by_value(pickler: Any, obj: Any) -> Any:
+    if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+        return _unpickle, (cloudpickle.dumps(obj),)
+    return NotImplemented
+
+
+def _unpickle(blob: bytes) -> Any:
+    send_classes_of_the_script()  # the new process may return such objects
+    return pickle.loads(blob)

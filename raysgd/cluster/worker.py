@@ -21,9 +21,8 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.progress import Progress
 from raysgd._internal.runner import PausedError, Request, RetrySplitError, Runner
-from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import last_frame, stacks
-from raysgd.cluster import process
+from raysgd.cluster import process, serialization
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.large_values import FileContent, IncomingValue, fits_ray_message, send
 from raysgd.cluster.serialization import PackedValue, find_unpicklable, pack
@@ -110,7 +109,7 @@ class Worker:
         self._backend: CollectiveBackend | None = None
         self._is_remote = is_remote
         if is_remote:
-            send_classes_of_the_script()
+            serialization.send_classes_of_the_script()
         self._interruption: OutcomeKind | None = None
         self._terminated_at: float | None = None
         if catches_sigterm:

@@ -6,7 +6,7 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd._internal import spawning
+from raysgd.cluster import serialization
 
 SCRIPT = """
 class Item:
@@ -32,7 +32,7 @@ def test_a_spawned_process_gets_and_returns_objects_of_the_script(monkeypatch):
     exec(SCRIPT, names)
     monkeypatch.setattr(ForkingPickler, "reducer_override", None, raising=False)
     monkeypatch.delattr(ForkingPickler, "reducer_override")
-    spawning.send_classes_of_the_script()
+    serialization.send_classes_of_the_script()
     loader = DataLoader(
         names["Data"](),
         batch_size=2,
@@ -46,7 +46,9 @@ def test_a_spawned_process_gets_and_returns_objects_of_the_script(monkeypatch):
 
 
 def test_other_objects_are_pickled_as_before(monkeypatch):
-    monkeypatch.setattr(ForkingPickler, "reducer_override", spawning._reduce, raising=False)
+    monkeypatch.setattr(
+        ForkingPickler, "reducer_override", serialization._reduce_by_value, raising=False
+    )
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     for value in (torch.ones(2), DataLoader, len, [str]):
         queue.put(value)
