@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +104,7 @@ class Location:
             if self.is_local:
                 sync_folder(Path(path).parent)
                 if not os.access(path, os.W_OK):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+                    raise PermissionError("Permission denied")
 
     def file_names(self) -> list[str]:
         """Return the names of the files in this folder; none if it does not exist."""
