@@ -208,7 +208,8 @@ def test_steps_lost_with_all_workers_run_again_before_any_call(module_cluster, t
 
             def on_pause(self, trainer):
                 wait_until(lambda: snapshot_step(trainer) == trainer.global_step // 5 * 5)
-                kill_all(trainer)
+                for rank in range(2):
+                    chaos.kill(trainer, rank)
 
             def on_log(self, trainer, call, metrics):
                 points.append((trainer.global_step, metrics["num_samples"]))
@@ -225,11 +226,6 @@ def test_steps_lost_with_all_workers_run_again_before_any_call(module_cluster, t
         rows = [[row] for row in range(1, 16)]
         assert trainer.apply_all_operators(Bulky.rows) == [rows, rows]
         assert {e.step for e in trainer.events if e.kind == "restarted"} == {15, 25}
-
-
-def kill_all(trainer):
-    for rank in range(2):
-        chaos.kill(trainer, rank)
 
 
 @pytest.mark.slow("a worker starts")

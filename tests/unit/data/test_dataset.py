@@ -41,13 +41,10 @@ class Parallel:
         return iter([1, 2, 3])
 
 
-def test_a_parallel_iterator_of_ray_is_read_into_a_list_if_it_ends():
+def test_a_parallel_iterator_of_ray_is_read_into_a_list_and_a_sequence_is_not():
     assert Dataset(data=Parallel("from_items[int, 3, shards=2]")).fetch([0, 2]) == [1, 3]
     with pytest.raises(ValueError, match="Leave out repeat=True"):
         Dataset(Parallel("from_items[int, 3, shards=1, repeat=True]"))
-
-
-def test_a_sequence_is_not_copied():
     assert Dataset(range(10**9)).fetch([10**8]) == [10**8]
 
 
@@ -58,11 +55,8 @@ def test_concurrent_downloads_happen_at_the_same_time_and_keep_their_order():
         barrier.wait()  # passes only when three downloads are under way
         return item * 10
 
-    assert Dataset(range(3), download_func=download, max_concurrency=3).fetch([2, 0, 1]) == [
-        20,
-        0,
-        10,
-    ]
+    data = Dataset(range(3), download_func=download, max_concurrency=3)
+    assert data.fetch([2, 0, 1]) == [20, 0, 10]
 
 
 @pytest.mark.parametrize("concurrency", [0, 4])

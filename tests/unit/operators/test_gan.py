@@ -10,18 +10,15 @@ from raysgd.testing import run_operator
 from tests.operators import local
 from tests.unit.operators.samples import digits
 
-
-def make_generator(config):
-    return nn.Sequential(
+CONFIG = {
+    "generator": lambda config: nn.Sequential(
         nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid()
-    )
-
-
-def make_discriminator(config):
-    return nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
-
-
-CONFIG = {"generator": make_generator, "discriminator": make_discriminator, "latent_size": 16}
+    ),
+    "discriminator": lambda config: nn.Sequential(
+        nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1)
+    ),
+    "latent_size": 16,
+}
 
 
 def flat_digits():

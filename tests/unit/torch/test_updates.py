@@ -112,14 +112,10 @@ class TwoLosses(Plain):
     """The first loss has no items, and the second is a plain one."""
 
     def train_batch(self, batch, batch_info):
-        def compute():
-            (loss := self.model(batch[0]).sum()).backward()
-            return loss
-
         self.backward(self.model(batch[0]).sum(), num_samples=0)
         self.optimizer_step(self.optimizer)
         before = self.model[0].weight.clone()
-        self.optimizer.step(compute)
+        self.optimizer.step(lambda: self.model(batch[0]).sum().backward())
         return {"moved": (self.model[0].weight - before).abs().sum()}
 
 
