@@ -368,8 +368,8 @@ class AverageMeterCollection:
 
 
 def _is_mean(name: str, value: Any) -> bool:
-    is_count = name in (NUM_SAMPLES, BATCH_COUNT)
-    return is_numeric(value) and not is_count and not name.startswith("last_")
+    is_own = name in (NUM_SAMPLES, BATCH_COUNT) or name.startswith("last_")  # of raysgd
+    return is_numeric(value) and (isinstance(value, Computed) or not is_own)
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -389,10 +389,9 @@ def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
     """Return the metrics with the weight `weight`, unless it has ``num_samples``."""
     result = dict(metrics)
     for name, value in metrics.items():
-        if NUM_SAMPLES in metrics or isinstance(value, Computed) or not _is_mean(name, value):
-            continue
-        _check_size(name, value)
-        result |= values_of(name, _sums_of(value, weight))
+        if not (NUM_SAMPLES in metrics or isinstance(value, Computed)) and _is_mean(name, value):
+            _check_size(name, value)
+            result |= values_of(name, _sums_of(value, weight))
     return result
 
 
