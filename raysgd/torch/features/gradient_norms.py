@@ -28,6 +28,8 @@ class GradientNorms(UpdateFeature):
 
     def begin_call(self, logs_steps: bool) -> None:
         self._is_logged = logs_steps
+
+    def begin_update(self, update: Update) -> None:
         self._norms.clear()
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
@@ -35,8 +37,7 @@ class GradientNorms(UpdateFeature):
             registered, precision = self._registered, self._registered.precision
             precision.unscale(optimizer)
             tensors, norm = registered.exchange.norm(precision.parameters(optimizer))
-            if self._is_logged:
-                self._norms[id(optimizer)] = norm
+            self._norms[id(optimizer)] = norm
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(tensors, self._max_norm, norm)
 

@@ -269,6 +269,7 @@ def test_one_warning_has_all_bad_steps_before_an_error(caplog, tmp_path):
     warnings = [each.message for each in caplog.records if "not applied" in each.message]
     assert ["applied: 2. The newest is step 5" in each for each in warnings] == [True]
     assert len((tmp_path / "bad_steps.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "metrics.jsonl").read_text().count('"grad_norm"') == 4  # of applied steps
 
 
 def test_epoch_of_bad_steps_has_a_loss_that_is_nan(caplog):
