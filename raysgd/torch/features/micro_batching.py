@@ -77,10 +77,9 @@ class TorchMicroBatching(MicroBatching):
         if batch is None or not self.is_recoverable(error):
             return 0
         why_not, rows = self.why_not_split, num_rows(batch, self._num_samples)
-        if not rows:
-            why_not = why_not or "the batch cannot be split"
         if rows // self._min_micro_batch_size <= self.num_splits:
-            why_not = why_not or "smaller parts would have too few samples"
+            too_few = "smaller parts would have too few samples"
+            why_not = why_not or (too_few if rows else "the batch cannot be split")
         if not may_split:
             why_not = why_not or "train_epoch is not the default one"
         if self._update.is_damaged:
@@ -119,20 +118,21 @@ def num_rows(batch: Any, samples: float = 0) -> int:
     Return 0 if the batch cannot be split. `samples` is the number of samples in the batch, or 0 if
     unknown.
     """
-    sizes: set[int] = set()
+    shapes: set[tuple[int, ...]] = set()
 
     def measure(leaf: Any) -> None:
         if leaf is not None:
             is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-            has_rows = (is_tensor or isinstance(leaf, np.ndarray)) and leaf.ndim
-            sizes.add(len(leaf) if has_rows else 0)
+            shapes.add(leaf.shape[:2] if is_tensor or isinstance(leaf, np.ndarray) else (0,))
 
     try:
         map_batch(batch, measure)
     except Exception:  # classes of user code may raise
         return 0
-    rows = sizes.pop() if len(sizes) == 1 else 0
-    return 0 if samples not in (0, rows) and _has_one_each(batch, samples) else rows
+    rows, *others = {shape[0] if shape else 0 for shape in shapes} or {0}
+    if samples not in (0, rows) and {shape[1:] for shape in shapes} == {(samples,)}:
+        return 0  # dimension 0 is the time
+    return 0 if others or (samples not in (0, rows) and _has_one_each(batch, samples)) else rows
 
 
 def _has_one_each(batch: Any, samples: float) -> bool:

@@ -422,6 +422,7 @@ CLIPS = list(torch.ones(4, 10, 3))
         # the common first dimension of these clips is time
         CLIPS,
         (CLIPS, {"more": CLIPS}),
+        (torch.ones(10, 4, 3), torch.ones(10, 4)),
         {"clips": CLIPS},
     ],
 )
