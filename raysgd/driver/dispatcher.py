@@ -65,7 +65,7 @@ class Dispatcher:
     """Where calls of train began, by their numbers. Another thread may begin one."""
     _unfinished_validation_number: int | None = None
     """Call number of a validation that has not returned."""
-    _has_bad_loss: bool = False
+    has_bad_loss: bool = False
     """Whether the newest metrics had a loss that is not finite."""
     _log_position: ReportedPosition | None = None
     """Where the workers were at the point that `on_log` receives."""
@@ -220,14 +220,14 @@ class Dispatcher:
     def _merge(self, results: list[Any]) -> dict[str, Any]:
         """Return the merged metrics, and warn once of a loss that is not finite."""
         merged = merge_workers(results)
-        if (bad := nonfinite_loss(merged)) and not (self._has_bad_loss or self._ends_at_nan):
+        if (bad := nonfinite_loss(merged)) and not (self.has_bad_loss or self._ends_at_nan):
             logger.warning(
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
                 "the first such step. A CheckpointCallback keeps the last finite state.",
                 bad,
                 self.position.global_step,
             )
-        self._has_bad_loss = bool(bad)
+        self.has_bad_loss = bool(bad)
         return merged
 
     @property

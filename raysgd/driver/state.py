@@ -209,6 +209,7 @@ class StateTransfer:
             snapshots.store(worker_entries)
         else:  # packing needs Ray
             snapshots.replace_with(lambda: worker_entries)
+        self.dispatcher.has_bad_loss = False  # of another run
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.dispatcher.latest_metrics.update(driver_entries["validation_due"])
         self.fit_loop.restore_due_validation(state.get("validation_due"))

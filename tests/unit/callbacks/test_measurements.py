@@ -148,9 +148,7 @@ def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
     trainer = make_trainer(Classifier, callbacks=[ModelSummary()])
     model = trainer.get_local_operator().model
     model[0].bias.requires_grad_(False)
-    model.module = torch.nn.Linear(2, 2).requires_grad_(
-        False
-    )  # part of the user's model, not a DDP wrapper
+    model.module = torch.nn.Linear(2, 2).requires_grad_(False)  # no wrapper, but the user's
     trainer.train(num_steps=1)
     table = capsys.readouterr().out.splitlines()
     assert [re.split("  +", line) for line in table] == [
