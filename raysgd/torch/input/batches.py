@@ -197,8 +197,8 @@ def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:
     unused = [
         name
         for name in named_values(output) or own
-        if (own := _tensor_in(output, name)) is not None and own is not scores and own.requires_grad
-        if name.startswith("aux") or own.shape == scores.shape
+        if (part := _tensor_in(output, name)) is not None and part is not scores
+        if part.requires_grad and (name.startswith("aux") or part.shape == scores.shape)
     ]
     if unused:
         raise TypeError(
@@ -213,8 +213,7 @@ def _own_loss(output: Any) -> torch.Tensor | None:
     first = output[0] if isinstance(output, tuple) and output else None
     if isinstance(first, torch.Tensor) and first.dim() == 0:
         return first
-    own: torch.Tensor | None = _tensor_in(output, "loss")
-    return own
+    return _tensor_in(output, "loss")
 
 
 def scores_in(output: Any) -> Any:
@@ -223,7 +222,7 @@ def scores_in(output: Any) -> Any:
     return output if logits is None else logits
 
 
-def _tensor_in(output: Any, name: str) -> Any:
+def _tensor_in(output: Any, name: str) -> torch.Tensor | None:
     if isinstance(output, torch.Tensor):
         return None
     value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
