@@ -94,7 +94,7 @@ def prepare_model(
     check_flags("prepare_model", wrap_ddp=wrap_ddp)
     accelerator = _accelerator()
     device = get_device() if isinstance(move_to_device, bool) else torch.device(move_to_device)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if move_to_device:
         model = model.to(device)

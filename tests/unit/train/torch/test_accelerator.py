@@ -147,7 +147,8 @@ def test_a_model_of_one_worker_has_the_attribute_of_a_wrapper():
     with model.no_sync(), model.join(True, enable=False):
         model(torch.ones(1, 2)).backward()
     own = type("Own", (torch.nn.Module,), {"join": abs, "forward": lambda self, x: self.join(x)})
-    assert train.torch.prepare_model(own())(-3) == 3
+    own.to = lambda self, device: self  # this machine may have no GPU
+    assert train.torch.prepare_model(own(), torch.device("cuda"))(-3) == 3
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
