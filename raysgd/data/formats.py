@@ -128,7 +128,7 @@ class Records(ABC):
         self._storage_options = storage_options
         self.kept_rows = 0
         """Number of decoded records to keep in memory."""
-        self.in_order = False
+        self.in_order = True
         """Whether records that are decoded together are read in order."""
         self._versions: dict[int, str] = {}
         """Versions of the local files that this process has indexed."""

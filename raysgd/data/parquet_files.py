@@ -68,10 +68,8 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
     def _table(self, file: int, group: int) -> Any:
         key = file, group
         if key not in self._tables:
-            tables = list(self._tables.values())
-            while tables and sum(map(len, tables)) > self.kept_rows:
+            while sum(map(len, self._tables.values())) > self.kept_rows:
                 self._tables.popitem(last=False)
-                tables.pop(0)
             self._tables[key] = self._with_file(file, lambda opened: self._row_group(opened, group))
         self._tables.move_to_end(key)
         return self._tables[key]

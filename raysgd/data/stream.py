@@ -164,7 +164,8 @@ class Stream(NumberedSamples):
         # would decode the same row group more often.
         self._chunk_size = max(1, self._window_size // _CHUNKS_PER_WINDOW, records.block)
         rows = 2 * (self._window_size + records.block) if self.shuffles else records.block
-        records.kept_rows, records.in_order = self.interleave * rows, not self.shuffles
+        records.kept_rows = max(records.kept_rows, self.interleave * rows)  # of all streams
+        records.in_order &= not self.shuffles
 
     def __len__(self) -> int:
         return len(self._records)
