@@ -120,7 +120,7 @@ class WeightAveraging(UpdateFeature):
                 owner.update(before)
 
     def user_settings(self) -> Any:
-        return None if self.averages is None else (id(self.averages), self._decay)
+        return self.averages and (id(self.averages), self._decay, self._start_epoch)
 
     # ---- state
 

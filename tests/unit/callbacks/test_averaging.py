@@ -138,11 +138,11 @@ def test_validation_with_averages_restores_shared_parameters():
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
     state = SimpleNamespace(models=models, optimizers=[], has_all_parameters=True)
     averages = WeightAveraging(state)
-    averages.start(0.5, start_epoch=1)
+    starts = [averages.start(0.5, epoch) or averages.user_settings() for epoch in (2, 1)]
+    assert starts[0] != starts[1]  # so that a restart does not undo the change
     averages.commit(Update())
     average = shared.weight.detach().clone()
-    with torch.no_grad():
-        shared.weight += 1
+    shared.weight.data += 1
     before = shared.weight.detach().clone()
     with averages.evaluating():
         assert torch.equal(shared.weight, average)
