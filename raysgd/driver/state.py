@@ -106,9 +106,9 @@ class StateTransfer:
         # Copy the state, because it may be one that the user loaded.
         return dict(map_leaves(without_call(self.merge_shards(snapshot)), try_copy))
 
-    def models(self, method: str = "get_model", request: Request | None = None) -> Any:
+    def models(self, method: str = "get_model", only_weights: bool = False) -> Any:
         self._prepare_export(method)
-        return self._fetch(request or ModelsRequest(), method)[0]
+        return self._fetch(ModelsRequest(only_weights=only_weights), method)[0]
 
     def _prepare_export(self, method: str) -> list[Any]:
         """Let the workers compare their replicas, and return their random number generators."""

@@ -222,7 +222,7 @@ class OperatorRunner(Runner, ABC):
                         feature.before_export()
                     return self.generators.state()
                 case requests.ModelsRequest():
-                    return self._hosted_loop.state_access.unsharded_models()
+                    return self._hosted_loop.state_access.unsharded_models(request.only_weights)
                 case requests.ApplyRequest():
                     return request.function()
                 case requests.ApplyOperatorRequest():

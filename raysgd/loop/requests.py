@@ -99,8 +99,11 @@ class PrepareExportRequest(Request):
     """Prepare the features for an export. Return the states of random number generators."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class ModelsRequest(Request):
     """Return copies of the models."""
+
+    only_weights: bool = False  # of Keras models, as arrays
 
 
 @dataclass(frozen=True, kw_only=True)

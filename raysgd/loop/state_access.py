@@ -46,7 +46,7 @@ class StateAccess(ABC):
             self.load(state)
 
     @abstractmethod
-    def unsharded_models(self) -> list[Any]:
+    def unsharded_models(self, only_weights: bool = False) -> list[Any]:
         """Return copies of the models on rank 0. All ranks with shards must call it."""
 
     @abstractmethod

@@ -105,14 +105,6 @@ def build_operator(operator_cls: type[Any], config: Mapping[str, Any], settings:
     return operator
 
 
-def weights(operator: Any) -> list[dict[str, Any]]:
-    """Return the models' weights as arrays. Runs on a worker."""
-    from raysgd.tf.keras import named_arrays
-
-    with operator._train_state.evaluating():
-        return [named_arrays(model.weights) for model in operator._train_state.models]
-
-
 def _set_threads(context: WorkerContext) -> None:
     with frozen_imports():
         import tensorflow as tf

@@ -25,9 +25,10 @@ class KerasStateAccess(StateAccess):
 
     _train_state: KerasTrainState
 
-    def unsharded_models(self) -> list[Any]:
+    def unsharded_models(self, only_weights: bool = False) -> list[Any]:
         with self._train_state.evaluating():
-            return [to_portable(model) for model in self._train_state.models]
+            models = self._train_state.models
+            return [named_arrays(m.weights) if only_weights else to_portable(m) for m in models]
 
     def user_settings(self) -> Any:
         optimizers = self._train_state.optimizers

@@ -22,11 +22,10 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.creators import Creators, creator_class
 from raysgd.loop.operator_base import check_operator
-from raysgd.loop.requests import ApplyOperatorRequest
 from raysgd.tf import optimizer_options
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
-from raysgd.tf.runner import TFRunner, weights
+from raysgd.tf.runner import TFRunner
 
 _LIMIT_KEYS = {
     "fit_config": ("epochs", "steps_per_epoch", "class_weight", "verbose"),
@@ -38,7 +37,7 @@ class KerasStateTransfer(StateTransfer):
     """See :class:`raysgd.driver.state.StateTransfer`."""
 
     def weights(self) -> Any:
-        models = self.models("save_model", ApplyOperatorRequest(function=weights))
+        models = self.models("save_model", only_weights=True)
         if len(models) == 1:
             return models[0]
         return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}

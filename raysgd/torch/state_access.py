@@ -160,7 +160,7 @@ class TorchStateAccess(StateAccess):
         for apply in received if follows else ():
             apply()
 
-    def unsharded_models(self) -> list[torch.nn.Module]:
+    def unsharded_models(self, only_weights: bool = False) -> list[torch.nn.Module]:
         train_state, num_models = self._train_state, len(self._registered.given_models)
         train_state.check_undamaged()
         if (copies := self._registered.placement.export_models(num_models)) is not None:
