@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -30,6 +30,7 @@ class PreemptionNotices:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._from_ray: dict[str, PreemptionNotice] = {}
+        self._from_sigterm: dict[WorkerHandle, PreemptionNotice] = {}
         self._by_target: dict[WorkerHandle | str, PreemptionNotice] = {}  # by worker or node ID
         self._stop_polling: threading.Event | None = None
         self._unanswered_since: float | None = None  # when Ray got a request without an answer
@@ -44,7 +45,7 @@ class PreemptionNotices:
     def record_sigterm(self, member: WorkerHandle, since_s: float) -> None:
         deadline = self._clock.time() + _SIGTERM_GRACE_S - since_s
         notice = PreemptionNotice("its process was sent SIGTERM", deadline)
-        self._by_target.setdefault(member, notice)
+        self._from_sigterm.setdefault(member, notice)
 
     # ---- notices of Ray
 
@@ -93,7 +94,11 @@ class PreemptionNotices:
         return {key: notice for key, notice in known if isinstance(key, str)} | self._from_ray
 
     def preempted(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, PreemptionNotice]:
-        """Return the workers that will be preempted."""
-        nodes, known = self.nodes, self._by_target
-        found = {m: known.get(m) or nodes.get(m.location.node_id) for m in members if m.is_remote}
-        return {member: notice for member, notice in found.items() if notice is not None}
+        """Return the workers that will be preempted, each with its earliest notice."""
+        sources: list[Any] = [self._by_target, self._from_sigterm, self._from_ray]
+        found = {
+            m: [each[key] for each in sources for key in (m, m.location.node_id) if key in each]
+            for m in members
+            if m.is_remote
+        }
+        return {m: min(each, key=lambda n: n.deadline) for m, each in found.items() if each}

@@ -85,7 +85,8 @@ def test_leaving_worker_that_dies_is_no_loss(start):
 
 def test_without_room_workers_leave_shortly_before_the_deadline(start):
     world, controller = start(room=3)
-    world.at_step(20, lambda: controller.drain(None, 2, 20.0))
+    world.at_step(19, lambda: controller.drain(None, 2, None))
+    world.at_step(20, lambda: controller.drain("node1", None, 20.0))
     train(controller, 600)
     assert kinds(controller)[:2] == ["draining", "resumed"]
     left = controller.events[2]
