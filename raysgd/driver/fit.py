@@ -204,9 +204,10 @@ class FitLoop:
             )
             result = self.dispatcher.validate(trainer, request)
             self.has_validated = True
-            self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
-            if self._result_parts and result.last_call.is_complete:  # not only of some batches
-                self._result_parts[1:] = [(result.merged, result.last_call)]
+            if result.last_call.is_complete:  # not only of some batches
+                self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
+                if self._result_parts:
+                    self._result_parts[1:] = [(result.merged, result.last_call)]
             try:
                 self.dispatcher.report(
                     "on_validation_end", trainer, result.merged, result.last_call

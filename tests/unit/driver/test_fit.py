@@ -408,12 +408,14 @@ def test_a_complete_run_is_logged_even_if_its_validation_is_missing(make_trainer
     assert caplog.text.count("trains nothing, because the run has already completed epoch 2.") == 1
 
 
-def test_validate_makes_up_for_a_missing_validation(broken_off):
+@pytest.mark.parametrize("num_steps", [1, None])
+def test_validate_makes_up_for_a_missing_validation(broken_off, num_steps):
     trainer, spy = broken_off
-    trainer.validate()
-    assert "validation_due" not in trainer.state_dict()
+    trainer.validate(num_steps)
+    assert ("validation_due" in trainer.state_dict()) == (num_steps == 1)
     trainer.fit(3)
-    assert told(spy) == ["on_validation_end", "on_epoch_end", "on_validation_end"]
+    validations = ["on_validation_end"] * (2 if num_steps == 1 else 1)
+    assert told(spy) == [*validations, "on_epoch_end", "on_validation_end"]
 
 
 def test_an_epoch_after_a_load_lacks_its_validation_again(make_trainer):
