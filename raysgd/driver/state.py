@@ -47,7 +47,7 @@ def _allows_user_types() -> bool:
 class StateTransfer:
     """Collects the state of a trainer from its workers, saves it, and loads it.
 
-    Subclasses know how a framework merges shards, and where the weights of the models are.
+    Subclasses know how a framework merges shards.
     """
 
     options: Options
@@ -56,15 +56,9 @@ class StateTransfer:
     provenance: Mapping[str, Any] = field(default_factory=process_provenance)
     """Where the state comes from. Read early, because the files of the script may change later."""
 
-    # ---- methods of each framework
-
     def merge_shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with all shards merged."""
         return dict(state)
-
-    def weights(self) -> Any:
-        models = self.models("save_model")
-        return models[0] if len(models) == 1 else models
 
     # ---- collection from the workers
 
@@ -172,12 +166,12 @@ class StateTransfer:
     def save_model(self, path: str | os.PathLike[str], frozen: bool) -> str:
         check_suffix(path)
         check_flags("save_model", frozen=frozen)
-        weights, left_out = self.weights(), set()
+        models, left_out = self.models("save_model", only_weights=True), set()
         if not frozen:
             names = self._collect_from_workers("save_model", frozen).get("frozen", ())
-            many = isinstance(weights, list)
+            many = len(models) > 1
             left_out = {f"{i}.{n}" if many else n for i, own in enumerate(names) for n in own}
-        return checkpoint.save_model(weights, path, left_out)
+        return checkpoint.save_model(models if len(models) > 1 else models[0], path, left_out)
 
     # ---- loading
 

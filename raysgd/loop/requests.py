@@ -103,7 +103,7 @@ class PrepareExportRequest(Request):
 class ModelsRequest(Request):
     """Return copies of the models."""
 
-    only_weights: bool = False  # of Keras models, as arrays
+    only_weights: bool = False  # of Keras models, as arrays in one dict
 
 
 @dataclass(frozen=True, kw_only=True)

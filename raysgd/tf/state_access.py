@@ -28,7 +28,12 @@ class KerasStateAccess(StateAccess):
     def unsharded_models(self, only_weights: bool = False) -> list[Any]:
         with self._train_state.evaluating():
             models = self._train_state.models
-            return [named_arrays(m.weights) if only_weights else to_portable(m) for m in models]
+            if not only_weights:
+                return list(map(to_portable, models))
+            arrays = [named_arrays(model.weights) for model in models]
+        if len(arrays) == 1:
+            return arrays
+        return [{f"{n}.{key}": a for n, each in enumerate(arrays) for key, a in each.items()}]
 
     def user_settings(self) -> Any:
         optimizers = self._train_state.optimizers

@@ -17,7 +17,6 @@ from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.driver.base import OperatorTrainer
 from raysgd.driver.properties import argument
-from raysgd.driver.state import StateTransfer
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.creators import Creators, creator_class
@@ -31,16 +30,6 @@ _LIMIT_KEYS = {
     "fit_config": ("epochs", "steps_per_epoch", "class_weight", "verbose"),
     "evaluate_config": ("steps", "verbose"),
 }
-
-
-class KerasStateTransfer(StateTransfer):
-    """See :class:`raysgd.driver.state.StateTransfer`."""
-
-    def weights(self) -> Any:
-        models = self.models("save_model", only_weights=True)
-        if len(models) == 1:
-            return models[0]
-        return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
 
 
 @fold_tracebacks
@@ -79,7 +68,6 @@ class TFTrainer(OperatorTrainer):
 
     _options_cls = TFOptions
     _optimizer_options = optimizer_options
-    _transfer_cls = KerasStateTransfer
 
     def __init__(
         self,
