@@ -408,14 +408,14 @@ def test_a_complete_run_is_logged_even_if_its_validation_is_missing(make_trainer
     assert caplog.text.count("trains nothing, because the run has already completed epoch 2.") == 1
 
 
-@pytest.mark.parametrize("num_steps", [1, None])
-def test_validate_makes_up_for_a_missing_validation(broken_off, num_steps):
+@pytest.mark.parametrize(("num_steps", "every", "number"), [(None, 1, 1), (1, 1, 2), (1, 3, 1)])
+def test_validate_or_fit_makes_up_for_a_missing_validation(broken_off, num_steps, every, number):
     trainer, spy = broken_off
     trainer.validate(num_steps)
     assert ("validation_due" in trainer.state_dict()) == (num_steps == 1)
-    trainer.fit(3)
-    validations = ["on_validation_end"] * (2 if num_steps == 1 else 1)
-    assert told(spy) == [*validations, "on_epoch_end", "on_validation_end"]
+    trainer.fit(3, validate_every=every)
+    before = ["on_validation_end"] * number
+    assert told(spy) == [*before, "on_epoch_end", "on_validation_end"]
 
 
 def test_an_epoch_after_a_load_lacks_its_validation_again(make_trainer):
@@ -446,12 +446,6 @@ def test_a_missing_validation_is_skipped_after_further_training(broken_off, num_
     assert len(states) > 1
     assert not any("validation_due" in state for state in states)
     trainer.fit(3)
-    assert told(spy) == ["on_epoch_end", "on_validation_end"]
-
-
-def test_a_missing_validation_is_skipped_if_validate_every_excludes_it(broken_off):
-    trainer, spy = broken_off
-    trainer.fit(3, validate_every=3)
     assert told(spy) == ["on_epoch_end", "on_validation_end"]
 
 
