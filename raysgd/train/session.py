@@ -78,9 +78,10 @@ def save_checkpoint(**state: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Return the newest checkpoint of this run as a dict, or the one that the run started from.
+    """Return this worker's newest checkpoint as a dict, or the one that it started from.
 
-    Return None if there is no checkpoint. Outside of a run, it warns once and returns None.
+    Workers start, and restart, from a checkpoint of worker 0. Return None if there is no
+    checkpoint. Outside of a run, it warns once and returns None.
     """
     session = _find_session("load_checkpoint")
     checkpoint = None if session is None else session.load()
