@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class OperatorTrainer(TrainerProperties):
     _options_cls: type[Options]
     _optimizer_options: ModuleType
     """Module that changes the options of optimizers for the config of a trial."""
-    _transfer_cls: ClassVar[type[StateTransfer]] = StateTransfer
+    _merge_shards: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     _concatenate: Callable[[Sequence[Any]], Any] = staticmethod(np.concatenate)
 
     def __init__(
@@ -82,7 +82,7 @@ class OperatorTrainer(TrainerProperties):
         self._callback_list.around_saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name)
         self._fit_loop = fit_loop = FitLoop(options, dispatcher)
-        self._transfer = self._transfer_cls(options, dispatcher, fit_loop)
+        self._transfer = StateTransfer(options, dispatcher, fit_loop, self._merge_shards)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.record.on_event = weakref.WeakMethod(self._notify_callbacks)

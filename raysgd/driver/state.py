@@ -45,20 +45,15 @@ def _allows_user_types() -> bool:
 
 @dataclass(eq=False)
 class StateTransfer:
-    """Collects the state of a trainer from its workers, saves it, and loads it.
-
-    Subclasses know how a framework merges shards.
-    """
+    """Collects the state of a trainer from its workers, saves it, and loads it."""
 
     options: Options
     dispatcher: Dispatcher
     fit_loop: FitLoop
+    merge_shards: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Returns a state with all shards merged."""
     provenance: Mapping[str, Any] = field(default_factory=process_provenance)
     """Where the state comes from. Read early, because the files of the script may change later."""
-
-    def merge_shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state with all shards merged."""
-        return dict(state)
 
     # ---- collection from the workers
 

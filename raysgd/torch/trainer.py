@@ -19,7 +19,6 @@ from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
 from raysgd.driver.base import OperatorTrainer, known_arguments
 from raysgd.driver.properties import argument
-from raysgd.driver.state import StateTransfer
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch import object_states
@@ -31,10 +30,6 @@ from raysgd.torch.strategies.shards import merge_shards
 __all__ = ["TorchTrainer"]
 
 logger = logging.getLogger(__name__)
-
-
-class TorchStateTransfer(StateTransfer):
-    merge_shards = staticmethod(merge_shards)
 
 
 @fold_tracebacks
@@ -99,7 +94,7 @@ class TorchTrainer(OperatorTrainer):
 
     _options_cls = TorchOptions
     _optimizer_options = object_states
-    _transfer_cls = TorchStateTransfer
+    _merge_shards = staticmethod(merge_shards)
 
     def __init__(
         self,
