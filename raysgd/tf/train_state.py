@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -71,6 +72,16 @@ class KerasTrainState(TrainState):
             )
         if self.graphs.trainable != (trainable := self.trainable_flags()):
             self.graphs = StepGraphs(trainable)
+
+    @contextlib.contextmanager
+    def restoring_models(self) -> Iterator[None]:
+        weights = [variable for model in self.models for variable in model.weights]
+        saved = [tf.identity(variable.value) for variable in weights]
+        try:
+            yield
+        finally:
+            for variable, value in zip(weights, saved, strict=True):
+                variable.assign(value)
 
     def list_trained(self) -> list[tuple[Any, list[Any]]]:
         groups = [self.models] * len(self.optimizers)
