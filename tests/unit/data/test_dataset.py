@@ -68,12 +68,9 @@ def test_an_error_of_a_download_reaches_the_caller(concurrency):
         Dataset([1], download_func=download, max_concurrency=concurrency).fetch([0])
 
 
-def test_each_dataset_has_its_own_identity_and_keeps_it_when_pickled():
+def test_each_dataset_has_batches_and_an_identity_and_keeps_it_when_pickled():
+    with pytest.raises(ValueError, match="batch_size=0"):
+        Dataset([1], batch_size=0)
     first, second = Dataset([1]), Dataset([1])
     assert first.uid != second.uid
     assert pickle.loads(pickle.dumps(first)).uid == first.uid
-
-
-def test_a_batch_has_at_least_one_item():
-    with pytest.raises(ValueError, match="batch_size=0"):
-        Dataset([1], batch_size=0)
