@@ -126,8 +126,7 @@ class OperatorTrainer(TrainerProperties):
             value of each metric. Or a list with a dict for each worker.
 
         Raises:
-            ValueError: if `num_steps` is below 1 or `max_retries` below 0, or for a `dataset` with
-                equal bits for any number of workers.
+            ValueError: if a number is too small, or for a `dataset` with equal bits.
             WorkerLostError: if workers are lost more often than `max_retries`, or too few are left.
             BaseException: an error of user code. Finished steps stay done, and the trainer remains
                 usable.
@@ -255,10 +254,8 @@ class OperatorTrainer(TrainerProperties):
             ValueError: if a number is below 1, or a callback has no folder to write to.
             CallbackError: if a callback raised.
         """
-        arguments = FitArguments(
-            num_epochs, validate_every, max_retries, info, log_every, max_steps
-        )
-        return self._fit_loop.run(self, arguments, callbacks, verbose)
+        given = FitArguments(num_epochs, validate_every, max_retries, info, log_every, max_steps)
+        return self._fit_loop.run(self, given, callbacks, verbose)
 
     def request_stop(self, reason: str) -> None:
         """Ask `fit` to end after the current epoch. The first reason becomes `stop_reason`."""
