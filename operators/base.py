@@ -227,9 +227,12 @@ class SupervisedOperator(ConfiguredOperator):
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the model's output for a batch on this worker's device, and the target.
 
-        If you override `predict` to read other batches, also override `num_items` if necessary.
+        In `trainer.predict`, the target can be missing, and is None. If you override `predict` to
+        read other batches, also override `num_items` if necessary.
         """
-        *features, target = batch
+        if isinstance(batch, torch.Tensor):
+            batch = (batch,)
+        *features, target = batch if len(batch) > 1 else (*batch, None)
         return self.model(*features), target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

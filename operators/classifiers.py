@@ -48,7 +48,8 @@ class ImageClassifier(SupervisedOperator):
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, classes) and classes (batch)."""
         output, target = super().predict(batch)
-        return getattr(output, "logits", output), target if target.dim() > 1 else target.long()
+        is_probability = target is not None and target.dim() > 1
+        return getattr(output, "logits", output), target if is_probability else _as_classes(target)
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         smoothing = self.options["label_smoothing"]
@@ -116,12 +117,12 @@ class SequenceClassifier(ImageClassifier):
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(batch, Mapping):
             inputs = dict(batch)
-            target = inputs.pop("labels")
+            target = inputs.pop("labels", None)
         else:
             *values, target = batch
             inputs = dict(zip(("input_ids", "attention_mask"), values, strict=False))
         output = self.model(**inputs)
-        return getattr(output, "logits", output), target.long()
+        return getattr(output, "logits", output), _as_classes(target)
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         confusion = confusion_matrix(output, target)
@@ -155,7 +156,7 @@ class SemanticSegmenter(SupervisedOperator):
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, classes, height, width) and masks (batch, height, width)."""
         output, target = super().predict(batch)
-        return output["out"] if isinstance(output, Mapping) else output, target.long()
+        return output["out"] if isinstance(output, Mapping) else output, _as_classes(target)
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ignored = self.options["ignore_index"]
@@ -170,6 +171,10 @@ class SemanticSegmenter(SupervisedOperator):
             "pixel_accuracy": Sums(ratio, total=confusion.trace(), weight=confusion.sum()),
             "mean_iou": Sums(mean_iou, confusion=confusion),
         }
+
+
+def _as_classes(target: Any) -> Any:
+    return None if target is None else target.long()
 
 
 def confusion_matrix(

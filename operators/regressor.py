@@ -62,6 +62,8 @@ class Regressor(SupervisedOperator):
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and target, with the same shape."""
         output, target = super().predict(batch)
+        if target is None:
+            return output, target
         if output.shape == (*target.shape, 1):
             output = output.squeeze(-1)
         if output.shape != target.shape:

@@ -174,6 +174,7 @@ def test_the_table_of_an_operator_lists_its_options_with_their_defaults(operator
 
 TOKENS = torch.tensor([[1, 2, 3], [1, -100, -100]])
 MASKS = torch.tensor([[[0, 1], [255, 255]]], dtype=torch.uint8)
+CONV = torch.nn.Conv2d(3, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +182,7 @@ MASKS = torch.tensor([[[0, 1], [255, 255]]], dtype=torch.uint8)
     [
         (LanguageModel, {"vocab_size": 5, "hidden_size": 4}, (TOKENS.abs() % 5, TOKENS), [4]),
         (LanguageModel, {"vocab_size": 5, "hidden_size": 4}, (TOKENS[:1],), [2]),
-        (
-            SemanticSegmenter,
-            {"model": torch.nn.Conv2d(3, 2, 1)},
-            (torch.ones(1, 3, 2, 2), MASKS),
-            [2],
-        ),
+        (SemanticSegmenter, {"model": CONV}, (torch.ones(1, 3, 2, 2), MASKS), [2]),
         (ImageClassifier, {"model": torch.nn.Linear(3, 2)}, (torch.ones(4, 3), torch.ones(4)), []),
     ],
 )
@@ -197,3 +193,10 @@ def test_ignored_targets_do_not_count_in_a_workers_weight(operator_cls, config, 
     exchange.all_reduce_sum = lambda count: found.append(count) or count
     operator.train_batch(batch, {})
     assert found == counts
+
+
+@pytest.mark.parametrize("operator_cls", [ImageClassifier, Regressor, SemanticSegmenter])
+def test_batches_to_predict_need_no_target(operator_cls):
+    operator, features = run_operator(operator_cls, {"model": CONV}), torch.ones(2, 3, 2, 2)
+    for batch in (features, [features]):
+        assert torch.equal(operator.predict_batch(batch, {}), CONV(features))

@@ -28,6 +28,7 @@ def test_batches_may_be_dicts_or_tuples():
     found = [operator.validate(iter([batch])) for batch in batches]
     assert len({round(metrics["val_loss"], 6) for metrics in found}) == 1
     assert operator.train_batch(batches[0], {})["num_samples"] == 3
+    assert operator.predict_batch({"input_ids": tokens}, {}).shape == (3, 2)
 
 
 def test_metrics_are_as_defined():
