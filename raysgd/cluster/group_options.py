@@ -36,4 +36,4 @@ class GroupOptions:
 
 def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
     """Return an upper bound of the bundles that fit: all resources could be on one node."""
-    return min((int(resources.get(name, 0) // n) for name, n in bundle.items()), default=0)
+    return min((int(resources.get(name, 0) / n + 1e-6) for name, n in bundle.items()), default=0)

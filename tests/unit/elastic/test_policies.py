@@ -19,7 +19,7 @@ from raysgd.elastic.policies import (
 def test_the_scarcest_resource_limits_the_workers():
     assert workers_that_fit({"CPU": 8, "GPU": 1}, {"CPU": 1, "GPU": 1}) == 1
     assert workers_that_fit({"CPU": 8}, {"CPU": 1, "GPU": 1}) == 0
-    assert workers_that_fit({"CPU": 1}, {"CPU": 0.5}) == 2
+    assert workers_that_fit({"CPU": 1}, {"CPU": 0.2}) == 5
     assert workers_that_fit({"CPU": 1}, {}) == 0
 
 
