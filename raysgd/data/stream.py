@@ -43,11 +43,11 @@ class SampleKeys:
         numbers: Sequence[int] = range(span.start, span.stop)
         if self._interleave > 1:
             skip = (span.start - self._offset) % self._step
-            first, stride = span.start - skip, self._interleave
-            stop = min(first + self._step, self._size)
-            starts = sorted(range(first, min(first + stride, stop)), key=lambda n: n % stride)
-            grouped = itertools.chain(*(range(start, stop, stride) for start in starts))
-            numbers = list(grouped)[skip : skip + len(numbers)]
+            first, stop = span.start - skip, skip + len(numbers)
+            end = min(first + -(-stop // self._step) * self._step, self._size)
+            every = np.arange(first, end)
+            order = np.lexsort((every % self._interleave, (every - first) // self._step))
+            numbers = every[order][skip:stop].tolist()
         return [(self._epoch, number) for number in numbers]
 
 

@@ -326,14 +326,14 @@ def test_worker_decodes_only_row_groups_of_its_parts(
             transform=lambda row: (row["n"], 0.0),
             interleave=interleave,
         )
-        loader = DataLoader(stream, batch_size=8 // world_size)
-        source = wrap(loader, world_size=world_size, rank=rank)
+        source = wrap(DataLoader(stream, 8 // world_size), world_size=world_size, rank=rank)
         by_rank.append([numbers_of(batch) for batch in source.batches(0, 0)])
         assert len(decoded) == each
         decoded.clear()
-    order = [number for number, _ in stream]
-    steps = [sorted(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)]
-    assert steps == [sorted(order[start : start + 8]) for start in range(0, 84, 8)]
+    order, ids = [number for number, _ in stream], source.sample_ids(0, 0, 84)
+    steps = [list(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)]
+    assert [number for _, number in ids] == [*itertools.chain(*steps)]
+    assert [*map(sorted, steps)] == [sorted(order[start : start + 8]) for start in range(0, 84, 8)]
 
 
 def test_random_changes_differ_between_epochs_with_a_sampler(tmp_path):
