@@ -40,19 +40,16 @@ def length_of(loader: Any) -> int | None:
 
 
 def set_loader_epoch(loader: Any, epoch: int | None) -> Any:
-    """Set the `epoch` of a loader's sampler, if given. Return the loader."""
-    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-    if set_epoch is not None and epoch is not None:
-        set_epoch(epoch)
+    """Set the epoch of a loader, its data set, and its samplers, if given. Return the loader."""
+    for each in _parts_of(loader):
+        if hasattr(each, "set_epoch") and epoch is not None:
+            each.set_epoch(epoch)
     return loader
 
 
 def size_and_rank_of(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
-    batches = getattr(loader, "batch_sampler", None)
-    sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
-    inner = [getattr(each, "sampler", None) for each in (batches, sources[1])]
-    for each in (loader, *sources, batches, *inner):
+    for each in _parts_of(loader):
         if hasattr(each, "num_replicas"):  # as in PyTorch's DistributedSampler
             return each.num_replicas, getattr(each, "rank", None)
         # split_dataset_by_node of Hugging Face sets this private attribute.
@@ -60,6 +57,11 @@ def size_and_rank_of(loader: Any) -> tuple[Any, Any] | None:
         if hasattr(split, "world_size"):
             return split.world_size, split.rank
     return None
+
+
+def _parts_of(loader: Any) -> list[Any]:
+    own = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+    return [loader, *own, *(getattr(each, "sampler", None) for each in own[1:])]
 
 
 class BatchSource:

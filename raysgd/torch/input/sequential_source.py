@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from raysgd.data.partition import UpdatePlan
-from raysgd.data.source import PartitionedSource, length_of
+from raysgd.data.source import PartitionedSource, length_of, set_loader_epoch
 from raysgd.data.stream import GroupedStream, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_seek, name_of, with_chunks
@@ -171,9 +171,7 @@ class SequentialSource(PartitionedSource):
 
     def _open(self, epoch: int, offset: int) -> None:
         self.end_processes()
-        for each in (self.loader, *(getattr(self.loader, n, None) for n in ("dataset", "sampler"))):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
+        set_loader_epoch(self.loader, epoch)
         num_processes = self.loader.num_workers if self._collates else 0
         starts: list[tuple[int, Any]] = [(0, None)] * max(1, num_processes)
         mark = self._saved.get("mark")
