@@ -45,6 +45,9 @@ class BatchLosses:
         self._model = model
         self.criterion: Any = None if criterion is None else MeanLoss(criterion, model)
         self._metrics = BatchMetrics(model, metrics)
+        compiled = model if self.uses_model_loss else getattr(self.criterion, "compiled", None)
+        # The first batch of a model with several outputs fills this list.
+        self._losses_of_outputs: list[Any] = getattr(compiled_objects(compiled)[1], "metrics", [])
         self._class_weight = class_weight
         layers = flat_layers(model) if model else ()
         self._stateful_layers = [
@@ -63,8 +66,8 @@ class BatchLosses:
         Raises:
             ValueError: If a stateful layer keeps states of another number of rows.
         """
-        for metric in inner_metrics(self._model):
-            metric.reset_state()
+        for metric in [*inner_metrics(self._model), *self._losses_of_outputs]:
+            metric.reset_state()  # steps of users update them too
         features, target, weights = unpacked = keras.utils.unpack_x_y_sample_weight(batch)
         for layer in self._stateful_layers:
             kept = {state.shape[0] for state in tf.nest.flatten(layer.states or [])}
@@ -97,11 +100,7 @@ class BatchLosses:
         `unpacked` is the result of `unpack`.
         """
         _, target, weights = unpacked
-        compiled = self._model if self.uses_model_loss else self.criterion.compiled
-        of_outputs = getattr(compiled_objects(compiled)[1], "metrics", [])  # if there are several
-        values: dict[str, Any] = {each.name: float(each.result()) for each in of_outputs}
-        for each in of_outputs:
-            each.reset_state()
+        values: dict[str, Any] = {e.name: float(e.result()) for e in self._losses_of_outputs}
         values |= {each.name: to_mergeable(each, ((), {})) for each in inner_metrics(self._model)}
         values |= self._metrics.measure(target, output, weights)
         named = {f"{prefix}_{name}": value for name, value in values.items()}

@@ -183,6 +183,7 @@ def test_losses_and_metrics_of_several_outputs_need_no_compile(build, kind):
     config = {"make": make, "loss": loss, "metrics": metrics}
     batches = list(in_batches((FEATURES, (BITS, CLASSES))))
     operators = build(Given, config), build(Compiled, {"make": make_compiled})
+    operators[0].run(operators[0]._forward, *batches[1], None, True)  # like a step of users
     found, expected = (merge_workers([each.validate(iter(batches))]) for each in operators)
     assert found == pytest.approx(expected, rel=1e-4)
 
