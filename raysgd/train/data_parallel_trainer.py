@@ -259,6 +259,9 @@ class DataParallelTrainer:
         return function_trainable(type(self).__name__, self.for_trial)
 
     def for_trial(self, config: Mapping[str, Any]) -> Self:
+        if unknown := sorted(config.keys() - {"train_loop_config", "scaling_config"}):
+            text = "The config of a trial must have only train_loop_config and scaling_config, not"
+            raise ValueError(f"{text} {', '.join(unknown)}.")
         trainer = self.with_config(config.get("train_loop_config", {}))
         if (scaling := config.get("scaling_config")) is not None:
             trainer.scaling_config = as_scaling_config(scaling)

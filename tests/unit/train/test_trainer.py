@@ -219,6 +219,8 @@ def test_a_trial_calls_setup_before_it_starts_workers():
     calls.clear()  # the constructor calls executor() to check the arguments
     trial.setup({"train_loop_config": {"a": 1}})
     assert calls == [("setup", {"a": 1}), "executor", "start"]
+    with pytest.raises(ValueError, match=r"only train_loop_config and scaling_config, not a\."):
+        trial.setup({"a": 1})
 
 
 @dataclass
