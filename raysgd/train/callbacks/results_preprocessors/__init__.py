@@ -93,12 +93,12 @@ class AverageResultsPreprocessor(_Aggregator):
 
 
 class MaxResultsPreprocessor(_Aggregator):
-    """Adds ``max(name)``, the maximum over the workers, for `keys` or all numeric metrics."""
+    """Adds ``max(name)``, the maximum over the workers, or NaN, for `keys` or all numbers."""
 
     _name = "max({})"
 
     def _aggregate(self, numbers: Mapping[int, float], results: Results) -> float:
-        return max(numbers.values())
+        return max(numbers.values(), key=lambda number: (math.isnan(number), number))
 
 
 class WeightedAverageResultsPreprocessor(_Aggregator):
