@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -153,11 +152,8 @@ class Checkpoint:
         if self._path is not None and self._path.is_dir():
             yield str(self._path)
             return
-        folder = self.to_directory()
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="checkpoint_", ignore_cleanup_errors=True) as path:
+            yield self.to_directory(path)
 
     # ---- metadata of the trainer and of user code
 

@@ -45,15 +45,11 @@ def test_files_and_the_files_that_links_point_to_survive_packing(tmp_path):
     assert not os.path.exists(again)
 
 
-def test_the_users_folder_is_left_alone(tmp_path):
-    with Checkpoint.from_directory(tmp_path).as_directory() as folder:
-        assert folder == str(tmp_path)
-    assert tmp_path.is_dir()
-
-
-def test_a_path_may_start_at_home(tmp_path, monkeypatch):
+def test_a_path_may_start_at_home_and_the_users_folder_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpoint.from_dict({"a": 1}).to_directory("~/a") == str(tmp_path / "a")
+    with Checkpoint.from_directory("~/a").as_directory() as folder:
+        assert folder == str(tmp_path / "a")
     assert Checkpoint.from_directory("~/a").to_dict() == {"a": 1}
 
 
