@@ -70,6 +70,7 @@ class Session:
         try:
             if (state := sys.modules.get("accelerate.state")) is not None:
                 state.AcceleratorState._reset_state(True)  # a run may use another precision
+            process_state.select_gpu()
             before = num_collectives()
             value = pickle.loads(self.spec.function)()
             context = worker_context()
@@ -220,6 +221,8 @@ def _pack_result(value: Any) -> PackedValue | None:
 @dataclass
 class _ProcessState:
     session: Session | None = None
+    select_gpu: Callable[[], object] = lambda: None
+    """Makes the GPU of this worker the current one of the calling thread."""
     context: WorkerContext | None = None
     """Context of this worker, also between runs. None outside of a worker."""
     datasets: Any = None

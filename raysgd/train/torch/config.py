@@ -16,6 +16,7 @@ from raysgd.backends import CollectiveBackend
 from raysgd.comm.torch import TorchCollectiveBackend, TorchRendezvous
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import Backend, BackendConfig
+from raysgd.train.worker_session import process_state
 
 
 class TorchBackend(Backend):
@@ -57,7 +58,8 @@ def prepare_process(
         postpone_dynamo()
     if context.gpu_index is not None and torch.cuda.is_available():
         index = context.gpu_index if context.gpu_index < torch.cuda.device_count() else 0
-        torch.cuda.set_device(index)
+        process_state.select_gpu = functools.partial(torch.cuda.set_device, index)
+        process_state.select_gpu()
     if not sets_env:
         return
     os.environ.update(

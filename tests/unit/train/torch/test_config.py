@@ -1,6 +1,7 @@
 """The process group of training functions, in a group of one."""
 
 import os
+from threading import get_ident
 
 import cloudpickle
 import pytest
@@ -10,7 +11,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train.function_runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.torch import TorchConfig
-from raysgd.train.worker_session import RunSpec
+from raysgd.train.worker_session import RunSpec, process_state
 
 VARIABLES = (
     "ACCELERATE_USE_CPU",
@@ -52,16 +53,23 @@ def test_a_process_group_forms_and_only_env_sets_variables(monkeypatch, init_met
 
 
 @pytest.mark.parametrize(("function", "warns"), [(int, True), (dist.barrier, False)])
-def test_workers_that_never_communicate_cause_a_warning(caplog, function, warns):
+def test_workers_that_never_communicate_cause_a_warning(monkeypatch, caplog, function, warns):
+    gpus = {}  # by thread, because each thread has its own current one
+    monkeypatch.setattr(process_state, "select_gpu", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", lambda gpu: gpus.update({get_ident(): gpu}))
     transport = TorchConfig(backend="gloo", init_method="tcp").collective_backend()
     runner = FunctionRunner(False)
     try:
         # a group of one counts the collectives of a worker of two
-        transport.setup(WorkerContext(distributed=True), transport.prepare(["127.0.0.1"]))
+        context = WorkerContext(distributed=True, gpu_index=1)
+        transport.setup(context, transport.prepare(["127.0.0.1"]))
         runner.setup(WorkerContext(world_size=2))
         runner.handle(LoadRequest(state={"spec": RunSpec("run", cloudpickle.dumps(function))}))
         assert runner.handle(NextResultRequest()).kind == "end"
         assert ("2 workers, and they never communicated" in caplog.text) == warns
+        assert [*gpus.values()] == [1, 1]
     finally:
         runner.handle(EndRunRequest())
         runner.teardown()
