@@ -62,13 +62,10 @@ def accelerate(amp: bool = False) -> None:
 
 def get_device() -> torch.device:
     """Return the device of this worker: its GPU if it has one, otherwise the CPU."""
-    if not torch.cuda.is_available():
+    context = process_state.context
+    if not torch.cuda.is_available() or (context is not None and context.gpu_index is None):
         return torch.device("cpu")
-    if process_state.context is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    index = process_state.context.gpu_index
-    if index is None:
-        return torch.device("cpu")
+    index: Any = torch.cuda.current_device() if context is None else context.gpu_index
     # Each worker sees only its own GPUs unless the workers of a node share them.
     return torch.device("cuda", index if index < torch.cuda.device_count() else 0)
 
