@@ -7,7 +7,6 @@ alone, so any worker reads any sample without the samples before it.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -189,7 +188,7 @@ class Stream(NumberedSamples):
                 raise record
         if self._transform is not None:
             samples = list(map(self._transform, samples))
-        return [self._augment_one(*each) for each in zip(samples, itertools.repeat(epoch), numbers)]
+        return [self._augment_one(each, epoch, n) for each, n in zip(samples, numbers, strict=True)]
 
     def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         if epoch != self._epoch_read:

@@ -23,6 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd._internal.collectives import Collectives
+from raysgd.data.source import set_loader_epoch
 from raysgd.data.stream import SampleKeys
 from raysgd.loop.train_state import RandomGenerators
 
@@ -95,7 +96,8 @@ def draw_order(sampler: Any, seed: int) -> Order:
     """Return the order that a sampler draws if all random numbers follow from `seed`."""
     if type(sampler) is SequentialSampler:
         return None
-    with seeding(seed, getattr(sampler, "generator", None)):
+    inner = getattr(sampler, "sampler", None)  # of a batch sampler
+    with seeding(seed, getattr(sampler, "generator", getattr(inner, "generator", None))):
         if is_plain_shuffle(sampler):
             size = len(sampler.data_source)
             return torch.randperm(size) if size <= HUGE else HugeOrder(size, sampler.replacement)
@@ -189,8 +191,7 @@ class EpochOrder:
     def draw(self, epoch: int) -> Order:
         """Return the order of an epoch. Draw it unless it is the newest one."""
         if not self.is_drawn(epoch):
-            if hasattr(self.sampler, "set_epoch"):
-                self.sampler.set_epoch(epoch)
+            set_loader_epoch(self.sampler, epoch)
             self._set(epoch, draw_order(self.sampler, self.seed + epoch))
         return self._order
 

@@ -31,6 +31,7 @@ from raysgd.data.source import (
     PartitionedSource,
     is_read_once,
     length_of,
+    set_loader_epoch,
     size_and_rank_of,
 )
 from raysgd.data.stream import NumberedSamples, SampleKeys, check_files, close_files, file_stamps
@@ -258,8 +259,7 @@ class MapStyleSource(PartitionedSource):
 
     def check_resume_info(self, info: Mapping[str, Any]) -> None:
         check_files(self.loader.dataset, info)
-        if "epoch" in info and hasattr(self.order_sampler, "set_epoch"):
-            self.order_sampler.set_epoch(info["epoch"])  # the length may depend on it
+        set_loader_epoch(self.order_sampler, info.get("epoch"))  # the length may depend on it
         super().check_resume_info(info)
 
     @functools.cached_property

@@ -145,13 +145,9 @@ def seeded(seed):
 SAMPLERS = {
     "shuffle": lambda data: {"shuffle": True},
     "none": lambda data: {"shuffle": False},
-    "random with its own generator": lambda data: {
-        "sampler": RandomSampler(data, generator=seeded(3))
-    },
-    "more than there are": lambda data: {"sampler": RandomSampler(data, num_samples=37)},
-    "with replacement": lambda data: {
-        "sampler": RandomSampler(data, replacement=True, num_samples=9)
-    },
+    "own generator": lambda data: {"sampler": RandomSampler(data, generator=seeded(3))},
+    "too many": lambda data: {"sampler": RandomSampler(data, num_samples=37)},
+    "with replacement": lambda data: {"sampler": RandomSampler(data, True, num_samples=9)},
     "weighted": lambda data: {"sampler": WeightedRandomSampler([0.0] + [1.0] * 19, num_samples=15)},
     "subset": lambda data: {"sampler": SubsetRandomSampler([2, 3, 5, 7, 11, 13])},
     "own": lambda data: {"sampler": Reversed(20)},
@@ -169,14 +165,7 @@ ORDERS = {
     "endless": list(range(20)),
     "a list": [4, 4, 2],
 }
-NO_PERMUTATION = {
-    "more than there are",
-    "with replacement",
-    "weighted",
-    "subset",
-    "own sequential",
-    "a list",
-}
+NO_PERMUTATION = {"too many", "with replacement", "weighted", "subset", "own sequential", "a list"}
 
 
 @pytest.mark.parametrize("make_data", [tensors, Numbers])
@@ -299,7 +288,7 @@ def test_digest_identifies_an_order_that_the_seed_does_not_determine(name):
     ranks = [wrap(copy.deepcopy(loader), world_size=2, rank=rank) for rank in range(2)]
     first, second = ([source.epoch_order.digest(epoch) for epoch in range(3)] for source in ranks)
     assert first == second
-    if name in ("shuffle", "none", "random with its own generator"):
+    if name in ("shuffle", "none", "own generator"):
         assert first == [None] * 3
     elif name == "generator":  # its seed identifies the order without drawing it
         assert first == [9] * 3
@@ -642,6 +631,13 @@ def test_each_batch_of_a_custom_batch_sampler_goes_to_one_worker(training, num_w
         found = [batch for batch in orders[-1] if batch is not None]
         assert sorted(found) == sorted(expected + given_twice)
     assert orders[0] != orders[1]
+
+
+def test_sampler_within_a_batch_sampler_follows_the_epoch():
+    for inner in ByEpoch(9), RandomSampler(range(9), generator=seeded(3)):
+        loader = DataLoader(tensors(9), batch_sampler=OwnBatches(inner, 3, False))
+        first, second = (parts_of(loader, epoch) for epoch in range(2))
+        assert first != second == parts_of(loader, epoch=1)
 
 
 def test_iterator_is_not_read_ahead():
