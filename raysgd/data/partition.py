@@ -177,13 +177,13 @@ class EpochPartition:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a worker trains at a time: a batch of its loader, or rows of a batch."""
+    """Size and weight, without data, of what a worker trains at a time: a batch, or rows of it."""
 
     num_samples: float | None = None  # without repeated samples; None: unknown
     fraction: float = 1  # of the worker's samples in the step; 0 for repeated samples
     step_index: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last one of the worker's batch
-    num_in_batch: int = 1  # number of micro-batches of the same batch, after memory ran out
+    num_splits: int = 1  # number of micro-batches of the same batch, after memory ran out
 
     @functools.cached_property
     def is_repeated(self) -> bool:
@@ -199,7 +199,7 @@ class MicroBatch:
                 num_samples=None if self.num_samples is None else self.num_samples * size / total,
                 fraction=self.fraction * size / total,
                 ends_step=self.ends_step and index == len(sizes) - 1,
-                num_in_batch=len(sizes),
+                num_splits=len(sizes),
             )
             for index, size in enumerate(sizes)
         ]

@@ -136,7 +136,7 @@ class Update:
         self.begins_step = not self.index or micro_batch.step_index > self.micro_batch.step_index
         self.state = UpdateState.OPEN
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
-        self.num_splits = max(self.num_splits, micro_batch.num_in_batch)
+        self.num_splits = max(self.num_splits, micro_batch.num_splits)
         self.optimizer_steps.requested = set()
         self.loss_weights.begin_micro_batch()
 
