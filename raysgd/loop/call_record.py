@@ -26,7 +26,7 @@ class CallState:
     """What a worker that joins a call must know about it."""
 
     call_number: int = -1
-    began_at: int = 0  # step; of an earlier call while its steps are replayed
+    start_step: int = 0  # of an earlier call while its steps are replayed
     scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
     last_validation: tuple[int, int] | None = None  # newest call of ``validate``, and its offset
     last_log_step: int = 0  # step of the newest point
@@ -50,7 +50,7 @@ class CallRecord:
 
     def begin(self, call_number: int) -> None:
         old = self.call
-        self.call = CallState(call_number, old.began_at, old.scheduler_call, old.last_validation)
+        self.call = CallState(call_number, old.start_step, old.scheduler_call, old.last_validation)
         self.clear()
         self._points.clear()
         self._train_state.timers.reset()

@@ -181,10 +181,10 @@ class Loop:
     def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
         train_state, call, position = self.train_state, self.call_record.call, self._position
         if position.global_step >= request.start_step:
-            call.began_at = request.start_step
+            call.start_step = request.start_step
         elif position.offset == 0:  # earlier calls are replayed; usually, each was an epoch
-            call.began_at = position.global_step
-        position.call_began_at = call.began_at
+            call.start_step = position.global_step
+        position.call_start_step = call.start_step
         train_state.begin_segment(keeps_modes=call.has_paused)
         call.has_paused = False
         self.snapshots.take_if_due(is_collective=True)
@@ -265,7 +265,7 @@ class Loop:
                 raise empty_loader_error("train", segment.source, self._rank_with_fewest)
             position, call = self._position, self.call_record.call
             is_last = position.epoch + 1 >= until_epoch + call.extra_epochs
-            if position.global_step == call.began_at and is_last:
+            if position.global_step == call.start_step and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
                 call.extra_epochs += 1
         else:

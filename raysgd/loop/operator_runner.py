@@ -160,7 +160,7 @@ class OperatorRunner(Runner, ABC):
             log_points=call_record.release_points(acknowledged_step),
         )
         bad_steps = (bad_step for feature in features for bad_step in feature.bad_steps)
-        new_bad_steps = [dict(s) for s in bad_steps if s["step"] > call_record.call.began_at]
+        new_bad_steps = [dict(s) for s in bad_steps if s["step"] > call_record.call.start_step]
         failed_at = self.control.failed_at or f"after step {position.global_step}"
         return progress.Progress(
             position=position,

@@ -37,7 +37,7 @@ class Position:
     offset: int = 0
     validation_offset: int = 0
     global_step: int = 0
-    call_began_at: int = 0
+    call_start_step: int = 0
     """Global step at which the call in progress began."""
 
 
@@ -124,7 +124,7 @@ class TrainState(ABC):
 
     def end_segment(self) -> None:
         self.segment = None
-        self.position.call_began_at = self.position.global_step  # for train_epoch of user code
+        self.position.call_start_step = self.position.global_step  # for train_epoch of user code
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""

@@ -70,7 +70,7 @@ class TrainingOperator(OperatorBase):
         if num_steps is None and getattr(train_state.segment, "limit", None) is None:
             train_state.data.check_end()
         meters = train_state.meters = AverageMeterCollection()
-        batch_idx = train_state.position.global_step - train_state.position.call_began_at
+        batch_idx = train_state.position.global_step - train_state.position.call_start_step
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, batch_idx, epoch_idx)
             self._hold_metrics(self.train_batch(batch, batch_info))

@@ -124,7 +124,7 @@ class TrainingOperator(OperatorBase):
             self.train_mode(True)
         train_state.keeps_modes = False
         meters = train_state.meters = AverageMeterCollection()
-        batch_idx = train_state.position.global_step - train_state.position.call_began_at
+        batch_idx = train_state.position.global_step - train_state.position.call_start_step
         per_batch = self.scheduler_step_freq == "batch"
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, batch_idx, epoch_idx, iterator)

@@ -108,7 +108,7 @@ class BadStepFilter(UpdateFeature):
             "samples": source.sample_ids(position.epoch, position.offset, num_samples),
         }
         update.mark_bad(bad_step)
-        steps = [bad for bad in self.bad_steps if bad["step"] > position.call_began_at]
+        steps = [bad for bad in self.bad_steps if bad["step"] > position.call_start_step]
         steps.append(bad_step)
         if len(steps) > self._options.max_skipped:
             named = "; ".join(f"step {bad['step']}, {bad['reason']}" for bad in steps)
