@@ -26,8 +26,8 @@ class UpdateFeature:
     ===================  =======================================================================
     an update            `begin_update`, `begin_micro_batch`, `filter_loss` for each loss,
                          `before_optimizer_step`, `before_commit`, and `commit`; or `roll_back`
-    a call of ``train``  `check_trained`, `begin_call`, updates with `step_metrics` at log points,
-                         `end_epoch`, `check_trained`, `end_call`, and `sync_buffers`
+    a call of ``train``  `check_parameters`, `begin_call`, updates with `step_metrics` if they log,
+                         `end_epoch`, `check_parameters`, `end_call`, and `sync_buffers`
     a generation         `sync_initial_state` in the first, else `begin_generation` and `receive`
     a state              `before_export`, `state_dict`; `check_state`, `load_state_dict`
     ===================  =======================================================================
@@ -79,7 +79,7 @@ class UpdateFeature:
         """Return additional metrics of the newest step."""
         return {}
 
-    def check_trained(self) -> None:
+    def check_parameters(self) -> None:
         """Raise an error if user code trains parameters that the workers do not keep equal."""
 
     def end_call(self) -> None:
@@ -125,7 +125,7 @@ class UpdateFeature:
     def user_settings(self) -> Any:
         """Return the values that user code may change between steps, for comparison."""
 
-    def has_kept(self, snapshot: Mapping[str, Any]) -> bool:
+    def can_complete(self, snapshot: Mapping[str, Any]) -> bool:
         """Return whether ``setup`` makes what a snapshot lacks. A control thread calls this."""
         return True
 

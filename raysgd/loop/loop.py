@@ -94,7 +94,7 @@ class Loop:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(None, request)
         for feature in train_state.features:
-            feature.check_trained()  # user code can change parameters during the call
+            feature.check_parameters()  # user code can change parameters during the call
             feature.end_call()
         if train_state.context.distributed:
             for feature in train_state.features:
@@ -106,7 +106,7 @@ class Loop:
         self.step_s = 0.0
         train_state.check_undamaged()
         for feature in train_state.features:
-            feature.check_trained()
+            feature.check_parameters()
             feature.begin_call(logs_steps=request.log_every is not None)
         if self.call_record.call.call_number != request.call_number:
             self.call_record.begin(request.call_number)

@@ -87,7 +87,7 @@ class FrozenParameters(UpdateFeature):
             for at_setup, digests in pairs
         ]
 
-    def has_kept(self, snapshot: Mapping[str, Any]) -> bool:
+    def can_complete(self, snapshot: Mapping[str, Any]) -> bool:
         is_exact = any(parameter.is_cuda for parameter in [*self._digest_cache])
         if is_exact or not (lacking := snapshot.get(FROZEN_KEY)):
             return True

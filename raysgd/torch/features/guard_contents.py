@@ -93,7 +93,7 @@ class ReplicaContents:
         if self._structure() == self._recorded:
             return
         for feature in self._registered.features:
-            feature.check_trained()
+            feature.check_parameters()
         before = self._stepped
         self._record()
         if strangers := self._stepped - before - set(self._parameters):

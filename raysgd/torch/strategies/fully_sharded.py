@@ -215,7 +215,7 @@ class FullyShardedExchange(GroupExchange):
         self._synced_models = [m for m in registered.models if not only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
-    def check_trained(self) -> None:
+    def check_parameters(self) -> None:
         check_same_parameters(self._modules.models, {p: p.dtype for p in self._modules.parameters})
         for parameter, trained in zip(self._modules.parameters, self._modules.trained, strict=True):
             if parameter.requires_grad != trained:

@@ -41,7 +41,7 @@ class GroupExchange(GradientExchange):
         models = self._registered.models
         self._registered.models = [wrapped.get(id(model), model) for model in models]
 
-    def check_trained(self) -> None:
+    def check_parameters(self) -> None:
         models = list(map(without_ddp, self._registered.models))
         dtypes = self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them

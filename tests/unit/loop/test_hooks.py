@@ -43,7 +43,7 @@ def recorded(name):
 
 HOOKS = """
     begin_call begin_update begin_micro_batch before_optimizer_step before_commit commit roll_back
-    end_epoch check_trained end_call sync_buffers
+    end_epoch check_parameters end_call sync_buffers
 """
 for name in HOOKS.split():
     setattr(Spy, name, recorded(name))
@@ -55,8 +55,8 @@ STEP = [
     "before_commit 0",
     "commit closed",
 ]
-CALL = ["check_trained", "begin_call False"]
-END = ["check_trained", "end_call"]
+CALL = ["check_parameters", "begin_call False"]
+END = ["check_parameters", "end_call"]
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_call_fails_before_its_first_step_if_a_feature_refuses(spied):
     def refuse():
         raise ValueError("refused")
 
-    spy.check_trained = refuse
+    spy.check_parameters = refuse
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert not any(name.startswith("begin") for name in called)

@@ -149,7 +149,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
     model.requires_grad_(True)
-    train_state.registered.exchange.check_trained()
+    train_state.registered.exchange.check_parameters()
 
 
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):

@@ -403,5 +403,5 @@ def test_later_changes_that_sharding_does_not_support_raise(process_group):
         operator._update_features.averaging.start(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Set requires_grad earlier"):
-        train_state.registered.exchange.check_trained()
+        train_state.registered.exchange.check_parameters()
     model[0].weight.requires_grad_(True)
