@@ -188,7 +188,7 @@ class Loop:
         train_state.begin_segment(keeps_modes=call.has_paused)
         call.has_paused = False
         self.snapshots.take_if_due(is_collective=True)
-        train_state.resume_modes()
+        train_state.restore_modes()
         after_commit: list[Callable[[], None]] = []
         if self.snapshots.takes_between_steps:
             after_commit.append(self.snapshots.take_if_due)

@@ -155,7 +155,7 @@ class OperatorBase:
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(metrics, as_metrics(self.validate_batch, metrics).get(NUM_SAMPLES, 1))
         if is_training:
-            train_state.resume_modes()
+            train_state.restore_modes()
         elif before is not None:  # user code may call `train_epoch`, and that may call this method
             train_state.meters = before
         return meters.summary()

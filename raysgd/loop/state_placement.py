@@ -31,7 +31,7 @@ class StatePlacement:
         """Return whether every worker has all of a model, or of the state of an optimizer."""
         return True
 
-    def wrap_steps(self) -> None:
+    def begin_sharding(self) -> None:
         """Shard the state and the later steps of optimizers, after other hooks are registered."""
 
     # ---- a worker leaves

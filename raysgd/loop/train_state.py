@@ -74,7 +74,7 @@ class TrainState(ABC):
         self.features_with: dict[str, list[UpdateFeature]] = {}
         """The features that override a hook, by its name. Updates call only these."""
         self.set_features(())
-        self.modes_before: list[tuple[Any, bool]] = []
+        self.saved_modes: list[tuple[Any, bool]] = []
         """Modules with their train or eval modes before the first evaluation since training."""
 
     context: WorkerContext = forward_to("settings.context", "Rank and resources of this worker.")
@@ -209,11 +209,11 @@ class TrainState(ABC):
         alias = not self.context.in_driver
         return map_leaves(state, lambda leaf: self.copy_leaf(leaf, on_host=True, may_alias=alias))
 
-    def resume_modes(self) -> None:
+    def restore_modes(self) -> None:
         """Set the train or eval modes that the models had before an evaluation."""
-        for module, training in self.modes_before:
+        for module, training in self.saved_modes:
             module.training = training
-        self.modes_before = []
+        self.saved_modes = []
 
     @contextlib.contextmanager
     def restoring_state(self, operator: Any) -> Iterator[None]:

@@ -74,7 +74,7 @@ class Optimization(UpdateFeature):
         """Register the hooks of optimizers.
 
         The hooks of user code and of Horovod come first, because they may reject a step. Those of
-        `StatePlacement.wrap_steps` come last.
+        `StatePlacement.begin_sharding` come last.
         """
         optimizers, num_batches = self._registered.optimizers, self._registered.accumulation_steps
         if num_batches > 1:

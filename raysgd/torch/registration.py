@@ -67,7 +67,7 @@ def register(
     if warning := check_related(modules, registered.optimizers, registered.schedulers):
         registered.warn_once("untrained", "%s", warning)
     strategy = STRATEGIES[mode_of(options, sharding, registered.settings.context.distributed)]
-    _move_models(registered, modules, strategy.keeps_parameters)
+    _move_models(registered, modules, strategy.leaves_parameters_in_place)
     registered.placement = strategy.new_placement(registered, sharding_args)
     registered.exchange = strategy.new_exchange(registered)
     registered.accumulation_steps = as_int(
@@ -79,7 +79,7 @@ def register(
     registered.buffer_copies = BufferCopies(registered.models, registered.collectives)
     train_state.set_features(list(features_of(registered, features, max_grad_norm)))
     features.optimization.register_hooks()
-    registered.placement.wrap_steps()
+    registered.placement.begin_sharding()
     features.averaging.use_training_weights()  # as a loaded state
     registered.criteria = criteria = _move_criteria(registered, criteria, trained)
     train_state.is_registered = True
@@ -112,12 +112,12 @@ def _with_own_tensors(optimizers: list[torch.optim.Optimizer]) -> list[torch.opt
 
 
 def _move_models(
-    registered: RegisteredObjects, models: list[torch.nn.Module], keeps_parameters: bool
+    registered: RegisteredObjects, models: list[torch.nn.Module], leaves_parameters_in_place: bool
 ) -> None:
     """Move models to the device. If models are sharded, workers move only their rows."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)
+        stays = leaves_parameters_in_place and isinstance(tensor, torch.nn.Parameter)
         return tensor if stays else tensor.to(registered.device)
 
     registered.models = [model._apply(move) for model in models]

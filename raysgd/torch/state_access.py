@@ -180,7 +180,7 @@ class TorchStateAccess(StateAccess):
         )
 
     def module_modes(self) -> Any:
-        before = dict(self._train_state.modes_before)
+        before = dict(self._train_state.saved_modes)
         return [[before.get(m, m.training) for m in model.modules()] for model in self._models]
 
     def set_module_modes(self, modes: Any) -> None:

@@ -44,7 +44,7 @@ class TorchTrainState(TrainState):
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         modules = (module for model in self.registered.models for module in model.modules())
-        self.modes_before = self.modes_before or [(m, m.training) for m in modules]
+        self.saved_modes = self.saved_modes or [(m, m.training) for m in modules]
         with super().evaluating():
             yield
 

@@ -275,7 +275,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         module, state = self.module, self._train_state
-        state.modes_before = state.modes_before or [(m, m.training) for m in module.modules()]
+        state.saved_modes = state.saved_modes or [(m, m.training) for m in module.modules()]
         with torch.no_grad(), self._attach_trainer(validating=True) as stand_in:
             self.train_mode(False)
             module.on_validation_start()

@@ -111,7 +111,7 @@ class OptimizerShards(UpdateFeature):
         # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)
 
-    def wrap_steps(self) -> None:
+    def begin_sharding(self) -> None:
         self.shard_state()
         self.optimizer.register_step_pre_hook(self._begin_step)
 
@@ -406,9 +406,9 @@ class ShardedPlacement(StatePlacement):
     def is_unsharded(self, owner: Any) -> bool:
         return all(owner is not feature.optimizer for feature in self.features)
 
-    def wrap_steps(self) -> None:
+    def begin_sharding(self) -> None:
         for feature in self.features:
-            feature.wrap_steps()
+            feature.begin_sharding()
 
     def export_shards(self) -> Any:
         return [feature.export_shards() for feature in self.features]

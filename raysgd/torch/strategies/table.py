@@ -58,7 +58,7 @@ class Strategy(NamedTuple):
         lambda *_: None
     )
     """Raises ValueError if it cannot shard the models or optimizers of a call of ``register``."""
-    keeps_parameters: bool = False
+    leaves_parameters_in_place: bool = False
     """Whether parameters stay on their device, because each worker moves only its rows."""
 
 
@@ -80,7 +80,7 @@ STRATEGIES = {
         lambda *arguments: _fully_sharded().FullyShardedPlacement(*arguments),
         sharding_args=("copies", "wrap"),
         check=check_fully_shardable,
-        keeps_parameters=True,
+        leaves_parameters_in_place=True,
     ),
 }
 

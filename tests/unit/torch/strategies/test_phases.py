@@ -18,7 +18,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
 REGISTER = ["mode_of", "_move_models", "prepare", "wrap", "features_of", "register_hooks"]
-REGISTER += ["wrap_steps", "_move_criteria"]
+REGISTER += ["begin_sharding", "_move_criteria"]
 # The hooks of user code come first, because they may reject a step, and shards come last.
 STEP = ["complete_gradients", "before_of_user", "_step_pre_hook", "_begin_step"]
 STEP += ["after_of_user", "_end_step", "_finish_step"]

@@ -175,7 +175,7 @@ def test_random_losses_give_the_result_of_one_process(workers, given):
 
 def divided(optimizer, copies=None):
     each = OptimizerShards(optimizer, copies, TorchTrainState(TorchSettings()).registered)
-    each.wrap_steps()
+    each.begin_sharding()
     return each
 
 
