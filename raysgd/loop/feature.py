@@ -12,7 +12,7 @@ from raysgd.loop.options import Settings
 from raysgd.loop.update import BadStep, Update
 
 SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatch]]
-_ONCE = (
+_CALL_EACH_ONCE = (
     "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
     "batch, after all losses of the batch."
 )
@@ -159,7 +159,7 @@ class MicroBatching(UpdateFeature):
         self.why_not_split: str | None = None  # why batches must not be split
         self.num_splits = 1  # micro-batches per batch; more than 1 after memory ran out
 
-    def refuse_split(self, why: str, remedy: str = _ONCE) -> None:
+    def refuse_split(self, why: str, remedy: str = _CALL_EACH_ONCE) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
         if fixed_by := self._settings.options.layout.fixed_by:
             raise RuntimeError(f"{why}. With {fixed_by}, {remedy}")

@@ -21,7 +21,7 @@ class LoopControl:
         self.is_interrupted = False  # the call must raise before its next batch
         self.driver_pause_step = math.inf  # number of committed steps at which to pause
         self._has_deferred_ctrl_c = False
-        self._is_waiting = False
+        self._is_reading = False
         self.failed_at = ""  # see `ProcessStatus.failed_at`
 
     def raise_if_interrupted(self) -> None:
@@ -33,11 +33,11 @@ class LoopControl:
 
     def next_batch(self, batches: Iterator[Any], *default: Any) -> Any:
         """Return the next batch. Deliver Ctrl-C immediately, because no step is in progress."""
-        self._is_waiting = True
+        self._is_reading = True
         try:
             return next(batches, *default)
         finally:
-            self._is_waiting = False
+            self._is_reading = False
 
     @contextlib.contextmanager
     def deferring_ctrl_c(self) -> Iterator[None]:
@@ -48,7 +48,7 @@ class LoopControl:
             return
 
         def defer(number: int, frame: Any) -> None:
-            self._has_deferred_ctrl_c = not (self._has_deferred_ctrl_c or self._is_waiting)
+            self._has_deferred_ctrl_c = not (self._has_deferred_ctrl_c or self._is_reading)
             if not self._has_deferred_ctrl_c:
                 deliver(number, frame)
 

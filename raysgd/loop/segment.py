@@ -18,7 +18,7 @@ from raysgd.data.source import BatchSource
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.train_state import TrainState
 
-_NOTHING = object()
+_NO_BATCH = object()
 
 
 @dataclass(eq=False, repr=False)
@@ -68,7 +68,7 @@ class Segment:
         # Batches of the update, until the commit. None: a partitioned source can read it again.
         self._drawn: list[Any] = []
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()  # not yet yielded
-        self._prefetched: Any = _NOTHING  # a batch of the source, until an update has it
+        self._prefetched: Any = _NO_BATCH  # a batch of the source, until an update has it
 
     def __iter__(self) -> Segment:
         return self
@@ -81,12 +81,12 @@ class Segment:
             self._control.raise_if_interrupted()
         if not self._micro_batches:
             self._draw_batch()
-        rows, micro_batch = self._micro_batches.popleft()
+        samples, micro_batch = self._micro_batches.popleft()
         num_batches = len(self._update.plan.micro_batches)
         batch_is_last = self._is_exhausted or len(self._drawn) == num_batches
         self._train_state.begin_micro_batch(micro_batch, batch_is_last and not self._micro_batches)
         self._train_state.timing.begin(self._train_state.timing.batch_phase)
-        return rows
+        return samples
 
     def commit_if_done(self, raised: bool = False) -> None:
         """Commit the update in progress if it counts, although the loop may have `raised`."""
@@ -106,7 +106,7 @@ class Segment:
 
     def _draw_batch(self) -> None:
         """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
-        can_read = self._prefetched is _NOTHING and not self.has_loader_failed
+        can_read = self._prefetched is _NO_BATCH and not self.has_loader_failed
         if can_read and not self._drawn:  # another update, unless the segment ends
             is_over = self._is_exhausted or self.num_steps == self.total_steps
             pause_step = min(self.pause_step, self._control.driver_pause_step)
@@ -114,9 +114,9 @@ class Segment:
             can_read = not (is_over or self.has_paused)
         if can_read:
             self._prefetch()
-        if self._prefetched is _NOTHING:
+        if self._prefetched is _NO_BATCH:
             raise StopIteration
-        batch, self._prefetched = self._prefetched, _NOTHING
+        batch, self._prefetched = self._prefetched, _NO_BATCH
         self._drawn.append(None if self.source.is_partitioned else batch)
         number, train_state = len(self._drawn), self._train_state
         if number == 1:  # the first batch plans the whole update
@@ -136,18 +136,18 @@ class Segment:
         timing = self._train_state.timing
         timing.begin(DATA)
         try:
-            self._prefetched = self._control.next_batch(self._batches, _NOTHING)
+            self._prefetched = self._control.next_batch(self._batches, _NO_BATCH)
         except BaseException:
             self.has_loader_failed = True
             raise
         timing.begin(OTHER)
         # `_prefetched` keeps the batch if a worker is lost during this collective.
-        agree, has_batch = self.agree_on_batch, self._prefetched is not _NOTHING
+        agree, has_batch = self.agree_on_batch, self._prefetched is not _NO_BATCH
         if self.compares_samples:
             self.source.check_same_samples(self._train_state.collectives)
         elif agree is not None and not agree(has_batch):
-            self._prefetched = _NOTHING
-        if self._prefetched is _NOTHING:
+            self._prefetched = _NO_BATCH
+        if self._prefetched is _NO_BATCH:
             self._is_exhausted = True
             context, taken = self._train_state.context, self.num_steps + len(self._drawn)
             if self.steps_left is not None and context.world_size > 1:
@@ -184,8 +184,8 @@ class Segment:
             self._train_state.settings.warn_once("late", text)
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
-            rest = self._control.next_batch(self._batches, _NOTHING)
-            if rest is not _NOTHING and self.source.steps_left(self._position.offset) == 0:
+            rest = self._control.next_batch(self._batches, _NO_BATCH)
+            if rest is not _NO_BATCH and self.source.steps_left(self._position.offset) == 0:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
                 self._train_state.settings.warn_once("length", text, self.source.describe())
 
@@ -193,7 +193,7 @@ class Segment:
         """Undo the update in progress, unless it counts. The source gives its batches again."""
         with contextlib.suppress(Exception):  # the error of the loop is raised
             self.commit_if_done(raised=True)
-        again = [batch for batch in (*self._drawn, self._prefetched) if batch is not _NOTHING]
+        again = [batch for batch in (*self._drawn, self._prefetched) if batch is not _NO_BATCH]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()

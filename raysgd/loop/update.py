@@ -66,7 +66,7 @@ class UpdateState(Enum):
     COMMITTED = auto()  # CLOSED, by `close`
 
 
-_NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
+_NO_PLAN, _NO_MICRO_BATCH = UpdatePlan(), MicroBatch()
 
 
 class Update:
@@ -126,7 +126,7 @@ class Update:
         self.bad_step: BadStep | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
         self.index = -1  # of the current micro-batch; -1 before the first
-        self.micro_batch, self.in_last_micro_batch, self.begins_step = _NO_BATCH, True, True
+        self.micro_batch, self.in_last_micro_batch, self.begins_step = _NO_MICRO_BATCH, True, True
         self.loss_weights.reset()
         self.optimizer_steps.reset()
 

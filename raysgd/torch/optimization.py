@@ -39,14 +39,14 @@ from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
 from raysgd.torch.wrappers import user_module
 
-_PYTORCH = ("torch.nn.modules.loss", "torch.nn.functional")
+_LOSS_MODULES = ("torch.nn.modules.loss", "torch.nn.functional")
 _CLASS_LOSSES = (
     CrossEntropyLoss.forward,
     NLLLoss.forward,
     functional.cross_entropy,
     functional.nll_loss,
 )
-_UNCOUNTED = (
+_COUNTS_IGNORED = (
     "The loss ignores targets of %d, but raysgd counts all samples, so batches with fewer targets "
     "weigh too much. Override num_items(batch), and return the number of the other targets."
 )
@@ -320,7 +320,7 @@ def count_of(
     have targets to leave out.
     """
     function, setting = _function_of(criterion)
-    is_sum = setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
+    is_sum = setting("reduction") == "sum" and getattr(function, "__module__", "") in _LOSS_MODULES
     count = LossCount(None, num_samples, is_sum)
     if function not in _CLASS_LOSSES or setting("reduction", "mean") != "mean":
         return count
@@ -334,7 +334,7 @@ def count_of(
         if waits or not bool((target == index).any()):
             return count
         if trains:
-            registered.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
+            registered.warn_once("ignored", _COUNTS_IGNORED, index, anywhere=True)
             return count
     counted = target[target != index]
     num_items = counted.numel() if weight is None else weight[counted].sum()

@@ -29,7 +29,7 @@ from raysgd.torch.tensors import copy_to_cpu, parameters_of, state_digest, versi
 from raysgd.torch.train_state import TorchTrainState
 from raysgd.torch.wrappers import user_module
 
-_KEPT = (
+_SAVES_FROZEN = (
     "frozen=False: %s of model %d is saved, although it is frozen, because it has changed since "
     "setup, or was frozen after it."
 )
@@ -71,7 +71,7 @@ class TorchStateAccess(StateAccess):
         for index, (model, names) in enumerate(zip(self._models, removed, strict=False)):
             for name, parameter in model.named_parameters():
                 if not (parameter.requires_grad or name in names):
-                    self._registered.warn_once("frozen", _KEPT, name, index)
+                    self._registered.warn_once("frozen", _SAVES_FROZEN, name, index)
         return state
 
     def read_for_workers(self) -> dict[str, Any]:

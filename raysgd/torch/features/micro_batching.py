@@ -19,7 +19,7 @@ from raysgd.torch.input.batches import map_batch
 from raysgd.torch.options import TorchSettings
 
 Models: TypeAlias = Callable[[], Sequence[torch.nn.Module]]
-_SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
+_MESSAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
 """Messages that identify errors without their own class."""
 _NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, because {}."
 
@@ -109,7 +109,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     inner = getattr(error, "inner_exception", None)  # torch.compile wraps the original error
     if isinstance(inner, BaseException):
         return ran_out_of_memory(inner)
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
 def num_rows(batch: Any, samples: float = 0) -> int:

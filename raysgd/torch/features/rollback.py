@@ -19,7 +19,7 @@ from raysgd.torch.tensors import (
     TensorVersions,
     can_copy,
     copy_all,
-    copy_group,
+    foreach_copy,
     inner_optimizers,
     parameters_of,
     renormalized_weights,
@@ -244,7 +244,7 @@ class _Copies:
                 if kind is not None:
                     self._groups[kind[:2]].append(index)
         for group in self._groups.values():
-            copy_group([self.values[i] for i in group], [tensors[i] for i in group])
+            foreach_copy([self.values[i] for i in group], [tensors[i] for i in group])
         return self.values
 
 
