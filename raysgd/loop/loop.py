@@ -87,7 +87,7 @@ class Loop:
                 raise PausedError
             if step <= request.start_step:
                 self.call_record.clear()
-            self._train_segment(self._limit_of_segment(request), request)
+            self._train_segment(self._max_steps_of_segment(request), request)
             self._add_due_point(request)
         offset = self._position.offset
         if self.source.is_partitioned and offset and self.source.steps_left(offset) == 0:
@@ -138,16 +138,16 @@ class Loop:
         has_steps = until is not None and self._position.global_step >= until
         return call.ended_early or has_epochs or has_steps
 
-    def _limit_of_segment(self, request: TrainRequest) -> int | None:
+    def _max_steps_of_segment(self, request: TrainRequest) -> int | None:
         """Return the maximum number of steps of the next segment, or None if its epoch ends it."""
         step, until = self._position.global_step, request.until_step
         if step < request.start_step:
             return request.start_step - step  # steps that were done before the call
         return None if until is None else until - step
 
-    def _train_segment(self, limit: int | None, request: TrainRequest) -> None:
+    def _train_segment(self, max_steps: int | None, request: TrainRequest) -> None:
         train_state, operator, position = self.train_state, self.operator, self._position
-        segment = self._begin_segment(limit, request)
+        segment = self._begin_segment(max_steps, request)
         try:
             with train_state.timers.record("train_epoch"):
                 result = bind_epoch(operator, segment, request.info or {}, position.epoch)()
@@ -165,8 +165,9 @@ class Loop:
             if number := train_state.micro_batching.choose_split(error, batch, segment.may_split):
                 raise RetrySplitError(number) from error
             raise
-        if segment.num_steps or not segment.was_read:
-            self.call_record.add(segment.start_step, with_weight(metrics, segment.num_steps or 1))
+        if segment.num_committed or not segment.was_read:
+            metrics = with_weight(metrics, segment.num_committed or 1)
+            self.call_record.add(segment.start_step, metrics)
         if not segment.was_read:  # the loop has its own batches, and may have counted them
             position.global_step = max(segment.start_step, int(operator.global_step))
         train_state.end_segment()
@@ -178,7 +179,7 @@ class Loop:
             segment.source.discard_unread()
             train_state.end_epoch()
 
-    def _begin_segment(self, limit: int | None, request: TrainRequest) -> Segment:
+    def _begin_segment(self, max_steps: int | None, request: TrainRequest) -> Segment:
         train_state, call, position = self.train_state, self.call_record.call, self._position
         if position.global_step >= request.start_step:
             call.start_step = request.start_step
@@ -200,7 +201,7 @@ class Loop:
             train_state,
             self.source,
             self.control,
-            limit=limit,
+            max_steps=max_steps,
             steps_left=steps_left,
             agree_on_batch=agree_on_batch,
             compares_samples=train_state.context.world_size > 1
@@ -271,7 +272,7 @@ class Loop:
         else:
             kind = type(self.operator).__name__
             drew_none = f"{kind}.train_epoch drew no batch from its iterator"
-            if segment.limit is not None:
+            if segment.max_steps is not None:
                 raise RuntimeError(
                     f"{drew_none}, so raysgd cannot count num_steps. Draw the batches from the "
                     "iterator, or increase self.global_step."
@@ -300,7 +301,7 @@ class Loop:
             with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
                 train_state.update.begin_warm_up()
                 segment = train_state.segment = Segment(
-                    train_state, source, self.control, limit=1, steps_left=1, read_limit=1
+                    train_state, source, self.control, max_steps=1, steps_left=1, read_limit=1
                 )
                 bind_epoch(self.operator, segment, {}, self._position.epoch)()
         finally:

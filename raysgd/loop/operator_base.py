@@ -246,13 +246,13 @@ def bind_epoch(
     """Return ``train_epoch`` with the arguments it takes. Older overrides end at ``info``."""
     info = {
         **info,
-        NUM_STEPS: iterator.limit,
+        NUM_STEPS: iterator.max_steps,
         SCHEDULER_STEP: getattr(operator, "scheduler_step_freq", None),
         USE_FP16: operator.use_fp16,
     }
     parameters = inspect.signature(operator.train_epoch).parameters
     kinds = [each.kind for each in parameters.values()]
-    named: dict[str, Any] = {"num_steps": iterator.limit, "epoch_idx": epoch_idx}
+    named: dict[str, Any] = {"num_steps": iterator.max_steps, "epoch_idx": epoch_idx}
     positional = []
     # Older overrides may give the second parameter another name.
     if len(kinds) > 1 and kinds[1] <= inspect.Parameter.VAR_POSITIONAL:

@@ -45,7 +45,7 @@ class Segment:
     _train_state: TrainState
     source: BatchSource
     _control: LoopControl
-    limit: int | None = None  # of the segment
+    max_steps: int | None = None  # of the segment
     steps_left: int | None = None  # of the epoch; None if unknown
     agree_on_batch: Callable[[int], int] | None = None
     compares_samples: bool = False  # of all ranks, for each batch
@@ -55,11 +55,11 @@ class Segment:
 
     def __post_init__(self) -> None:
         train_state = self._train_state
-        limits = [n for n in (self.limit, self.steps_left) if n is not None]
+        limits = [n for n in (self.max_steps, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
         self._update, self._position = train_state.update, train_state.position
         self.start_step, self.start_offset = self._position.global_step, self._position.offset
-        self.num_steps, self.was_read, self.has_paused = 0, False, False
+        self.num_committed, self.was_read, self.has_paused = 0, False, False
         self.may_split = False  # the loop takes micro-batches, by `allow_split`
         self.has_loader_failed = False  # its iterator raised an error and cannot continue
         self._is_exhausted = False  # some rank has no more batches in the epoch
@@ -93,13 +93,13 @@ class Segment:
         if not self._update.should_commit(raised):
             return
         num_steps = self._update.micro_batch.step_index + 1
-        offset = self.source.offset_after(self.start_offset, self.num_steps + num_steps)
+        offset = self.source.offset_after(self.start_offset, self.num_committed + num_steps)
         try:
             self._train_state.commit(num_steps, offset)
         finally:
             if not self._update.is_open:
                 self.batch, self._drawn = None, []
-                self.num_steps += num_steps
+                self.num_committed += num_steps
         if not raised:
             for function in self.after_commit:
                 function()
@@ -108,9 +108,9 @@ class Segment:
         """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
         can_read = self._prefetched is _NO_BATCH and not self.has_loader_failed
         if can_read and not self._drawn:  # another update, unless the segment ends
-            is_over = self._is_exhausted or self.num_steps == self.total_steps
+            is_over = self._is_exhausted or self.num_committed == self.total_steps
             pause_step = min(self.pause_step, self._control.driver_pause_step)
-            self.has_paused = not is_over and self.start_step + self.num_steps >= pause_step
+            self.has_paused = not is_over and self.start_step + self.num_committed >= pause_step
             can_read = not (is_over or self.has_paused)
         if can_read:
             self._prefetch()
@@ -122,7 +122,7 @@ class Segment:
         if number == 1:  # the first batch plans the whole update
             num_steps = train_state.accumulation_steps
             if self.total_steps is not None:
-                num_steps = min(num_steps, self.total_steps - self.num_steps)
+                num_steps = min(num_steps, self.total_steps - self.num_committed)
             self._update.begin(self.source.plan(self._position.offset, num_steps))
         planned = self._update.plan.micro_batches
         if number < len(planned) and not self.source.is_partitioned:
@@ -149,7 +149,7 @@ class Segment:
             self._prefetched = _NO_BATCH
         if self._prefetched is _NO_BATCH:
             self._is_exhausted = True
-            context, taken = self._train_state.context, self.num_steps + len(self._drawn)
+            context, taken = self._train_state.context, self.num_committed + len(self._drawn)
             if self.steps_left is not None and context.world_size > 1:
                 raise RuntimeError(
                     f"The train loader of worker {context.world_rank} ended after {taken} of "
@@ -179,7 +179,7 @@ class Segment:
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
                 f"groups of {len(self._update.plan.micro_batches)} batches from the iterator."
             )
-        if self._update.optimizer_steps.came_late and self.num_steps:
+        if self._update.optimizer_steps.came_late and self.num_committed:
             text = "train_epoch must train a batch before it draws the next, or failures lose it."
             self._train_state.settings.warn_once("late", text)
         if self.epoch_is_over:
@@ -203,21 +203,21 @@ class Segment:
 
     @property
     def epoch_is_over(self) -> bool:
-        return self._is_exhausted or self.num_steps == self.steps_left
+        return self._is_exhausted or self.num_committed == self.steps_left
 
     @property
     def loop_ends_epoch(self) -> bool:
         """Whether the epoch is over if the loop asks for no further batch."""
-        if self.limit is None and not (self.has_paused or self.has_loader_failed):
+        if self.max_steps is None and not (self.has_paused or self.has_loader_failed):
             return True  # a loop that stops early ends the epoch
         newest = self._update.micro_batch
         pending = newest.step_index + newest.ends_step if self._update.is_open else 0
-        return self.epoch_is_over or self.num_steps + pending == self.steps_left
+        return self.epoch_is_over or self.num_committed + pending == self.steps_left
 
     @property
     def num_finished_steps(self) -> int:
         """Number of finished steps, including steps that wait for their update."""
-        return self.num_steps + self._update.micro_batch.step_index
+        return self.num_committed + self._update.micro_batch.step_index
 
     @property
     def step_s(self) -> float:

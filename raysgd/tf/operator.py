@@ -67,7 +67,7 @@ class TrainingOperator(OperatorBase):
         """
         train_state = self._train_state
         # An override may call this without `num_steps`.
-        if num_steps is None and getattr(train_state.segment, "limit", None) is None:
+        if num_steps is None and getattr(train_state.segment, "max_steps", None) is None:
             train_state.data.check_end()
         meters = train_state.meters = AverageMeterCollection()
         batch_idx = train_state.position.global_step - train_state.position.call_start_step

@@ -161,7 +161,7 @@ def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
     expected = [list(range(start, min(start + size, whole))) for start in range(0, whole, size)]
     assert groups_of(train_state, steps) == expected
     position = train_state.position
-    assert position.global_step == position.offset == steps.num_steps == whole
+    assert position.global_step == position.offset == steps.num_committed == whole
     if length_known:
         assert steps.epoch_is_over == (whole == count)
 
@@ -183,9 +183,9 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
     train_state, steps = make_steps(range(7), size=3)
-    seen = []
+    position, seen = train_state.position, []
     for _ in steps:
-        seen.append((train_state.position.global_step, steps.num_steps, steps.num_finished_steps))
+        seen.append((position.global_step, steps.num_committed, steps.num_finished_steps))
     assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (3, 3, 3), (3, 3, 4), (3, 3, 5), (6, 6, 6)]
     assert train_state.position.global_step == 7
 
@@ -217,7 +217,7 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
     reached = at // size * size
     assert rest_after_error(steps) == list("abcde"[reached:])
     position = train_state.position
-    assert position.global_step == position.offset == steps.num_steps == reached
+    assert position.global_step == position.offset == steps.num_committed == reached
     assert train_state.update.index == -1
 
 
