@@ -295,7 +295,7 @@ def _zero_gradients_of(loss: torch.Tensor) -> None:
 # ---- counts of losses
 
 
-def _function_of(criterion: Any) -> tuple[Any, Callable[..., Any]]:
+def _function_and_settings(criterion: Any) -> tuple[Any, Callable[..., Any]]:
     """Return the function that computes a loss, and a function that returns its settings."""
     if isinstance(criterion, functools.partial):
         return criterion.func, criterion.keywords.get
@@ -306,7 +306,7 @@ def _function_of(criterion: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def ignored_index(criterion: Any) -> int:
-    index = _function_of(criterion)[1]("ignore_index")
+    index = _function_and_settings(criterion)[1]("ignore_index")
     return index if isinstance(index, int) else IGNORED
 
 
@@ -319,7 +319,7 @@ def count_of(
     exchange counts costs time, so plain classes count as samples, unless a data set is known to
     have targets to leave out.
     """
-    function, setting = _function_of(criterion)
+    function, setting = _function_and_settings(criterion)
     is_sum = setting("reduction") == "sum" and getattr(function, "__module__", "") in _LOSS_MODULES
     count = LossCount(None, num_samples, is_sum)
     if function not in _CLASS_LOSSES or setting("reduction", "mean") != "mean":

@@ -100,7 +100,7 @@ def check_related(
     schedulers: Sequence[Any],
 ) -> str:
     """Reject optimizers and schedulers of other models. Return a warning about replaced layers."""
-    registered = _parameters_of(models)
+    registered = _parameter_ids(models)
     for each in optimizers:
         if registered.isdisjoint(map(id, parameters_of(each))):
             raise ValueError(
@@ -130,12 +130,12 @@ def check_related(
 def trained_among(criteria: list[Any], optimizers: list[Any], models: list[Any]) -> list[Any]:
     """Return the criteria with parameters that an optimizer trains, such as class centers."""
     stepped = {id(p) for each in optimizers for p in parameters_of(each) if p.requires_grad}
-    stepped -= _parameters_of(models)
+    stepped -= _parameter_ids(models)
     modules = [each for each in criteria if isinstance(each, torch.nn.Module)]
-    return [each for each in modules if stepped & _parameters_of([each])]
+    return [each for each in modules if stepped & _parameter_ids([each])]
 
 
-def _parameters_of(models: Iterable[torch.nn.Module]) -> set[int]:
+def _parameter_ids(models: Iterable[torch.nn.Module]) -> set[int]:
     return {id(parameter) for model in models for parameter in model.parameters()}
 
 
@@ -152,7 +152,7 @@ def check_shardable(
                 f"{call} cannot shard the sparse gradients of {type(module).__name__}"
                 "(sparse=True). Leave sparse out."
             )
-    registered = _parameters_of(models)
+    registered = _parameter_ids(models)
     for optimizer in optimizers:
         kind = type(optimizer)
         if kind not in ELEMENTWISE:
@@ -217,7 +217,7 @@ def check_same_parameters(
 def warn_of_unregistered(operator: Any, registered: Sequence[Any], kinds: tuple[type, ...]) -> None:
     """Warn about attributes that are unregistered modules, if trained, or objects of `kinds`."""
     models = [each for each in registered if isinstance(each, torch.nn.Module)]
-    known = {*map(id, registered), *map(id, operator.config.values()), *_parameters_of(models)}
+    known = {*map(id, registered), *map(id, operator.config.values()), *_parameter_ids(models)}
     for each in registered:  # an optimizer may contain another
         known.update(map(id, getattr(each, "__dict__", {}).values()))
     unregistered = [

@@ -63,7 +63,7 @@ class TorchStateAccess(StateAccess):
         state["requires_grad"] = self._changed_since_setup()
         for feature in self._registered.features:
             state |= feature.state_dict()
-        state["parameters"] = list(map(self._parameters_of, self._registered.optimizers))
+        state["parameters"] = list(map(self._names_and_shapes, self._registered.optimizers))
         if frozen:
             return state
         state = self._frozen.remove_unchanged(state)
@@ -224,7 +224,7 @@ class TorchStateAccess(StateAccess):
             for model, first in pairs
         ]
 
-    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
+    def _names_and_shapes(self, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
         """Return name and shape of each parameter of an optimizer, in the order of its state."""
         names: dict[Any, str] = {}
         for index, model in enumerate(self._models):
@@ -234,7 +234,7 @@ class TorchStateAccess(StateAccess):
         return {names.get(each, f"number {n}"): list(each.shape) for n, each in parameters}
 
     def _order_problem(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
-        pairs = itertools.zip_longest(self._parameters_of(optimizer).items(), saved.items())
+        pairs = itertools.zip_longest(self._names_and_shapes(optimizer).items(), saved.items())
         for now, then in pairs:
             if now != then:
                 return (

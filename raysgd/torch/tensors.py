@@ -72,7 +72,7 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
         ) from error
     for module in copied.modules():
         if parametrize.is_parametrized(module):
-            copyreg.pickle(type(module), _reduce)
+            copyreg.pickle(type(module), _reduce_parametrized)
     return copied
 
 
@@ -89,13 +89,13 @@ def nested_tensors(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             yield from nested_tensors(each, seen)
 
 
-def _reduce(module: Any) -> tuple[Any, ...]:
+def _reduce_parametrized(module: Any) -> tuple[Any, ...]:
     """Reduce a parametrized module, whose generated class cannot be pickled."""
     kind: Any = parametrize.type_before_parametrizations(module)
-    return kind.__new__, (kind,), kind.__getstate__(module), None, None, _parametrize
+    return kind.__new__, (kind,), kind.__getstate__(module), None, None, _restore_parametrized
 
 
-def _parametrize(module: Any, state: Any) -> None:
+def _restore_parametrized(module: Any, state: Any) -> None:
     """Restore a module's state, and the class that PyTorch generates for its parametrizations."""
     module.__setstate__(state)
     parametrize._inject_new_class(module)
@@ -236,11 +236,12 @@ def digest_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Te
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     num_words = _WORDS.get(device.type, _WORDS["cuda"])
-    room = torch.empty(num_words, dtype=torch.int64, device=device)
+    scratch = torch.empty(num_words, dtype=torch.int64, device=device)
     for words in _chunks(tensors, 8 * num_words):
         factors = _factors(num_words, device)[: words.numel()]
         # The products lose high bits, so add the high half to the low half first.
-        mixed = torch.bitwise_right_shift(words, 32, out=room[: words.numel()]).bitwise_xor_(words)
+        high = torch.bitwise_right_shift(words, 32, out=scratch[: words.numel()])
+        mixed = high.bitwise_xor_(words)
         term = mixed.dot(factors) if device.type == "cpu" else mixed.mul_(factors).sum()
         total = total * _FACTOR + term + words.numel()
     return total
@@ -258,7 +259,7 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
     """
     sections: list[torch.Tensor] = []
     total = 0
-    for tensor in filter(has_bits, tensors):
+    for tensor in filter(is_readable, tensors):
         content = as_bytes(tensor)
         num_bytes = content.numel()
         if num_bytes >= size and content.storage_offset() % 8 == 0:
@@ -275,7 +276,7 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
         yield _concatenate(sections, total)
 
 
-def has_bits(tensor: torch.Tensor) -> bool:
+def is_readable(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor can be read, unlike that of a sparse tensor."""
     if torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
         return False
@@ -295,7 +296,7 @@ def state_digest(state: Any) -> bytes:
     tensors: dict[torch.device, list[torch.Tensor]] = {}
 
     def summary(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not has_bits(leaf):
+        if not isinstance(leaf, torch.Tensor) or not is_readable(leaf):
             return leaf
         tensors.setdefault(leaf.device, []).append(leaf)
         return str(leaf.dtype), tuple(leaf.shape)

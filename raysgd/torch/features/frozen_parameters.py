@@ -11,7 +11,7 @@ from raysgd._internal.collectives import Collectives
 from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
-from raysgd.torch.tensors import digest_of, has_bits, version_of
+from raysgd.torch.tensors import digest_of, is_readable, version_of
 from raysgd.torch.wrappers import uncompiled
 
 FROZEN_KEY = "frozen"
@@ -127,7 +127,7 @@ class FrozenParameters(UpdateFeature):
         return {
             name: self.digest_of(parameter)
             for name, parameter in model.named_parameters(remove_duplicate=False)
-            if (name in also or not parameter.requires_grad) and has_bits(parameter)
+            if (name in also or not parameter.requires_grad) and is_readable(parameter)
         }
 
     def digest_of(self, parameter: torch.Tensor) -> int:

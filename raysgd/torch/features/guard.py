@@ -17,7 +17,7 @@ from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
 from raysgd.torch.options import Guard
 from raysgd.torch.registered import RegisteredObjects
-from raysgd.torch.tensors import arithmetic_of, digest_of, has_bits
+from raysgd.torch.tensors import arithmetic_of, digest_of, is_readable
 
 _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""
@@ -172,7 +172,7 @@ class ReplicaGuard(UpdateFeature):
                 options.append((name, self._registered.frozen.digest_of(value)))
             elif isinstance(value, torch.Tensor):
                 is_large = one_in > 1 and value.numel() > _SMALL
-                if is_large and has_bits(value) and value.is_contiguous():
+                if is_large and is_readable(value) and value.is_contiguous():
                     size = max(_SMALL, value.numel() // one_in)
                     value, is_complete = value.detach().view(-1)[:size], False
                 groups[kind == "buffers", value.device].append(value)
