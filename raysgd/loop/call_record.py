@@ -46,7 +46,7 @@ class CallRecord:
         self._totals_before = self._totals_at_point = train_state.timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
         self.own_metrics: list[tuple[int, Mapping[str, Any]]] = []
-        self._points: deque[LogPoint] = deque()  # another thread calls `release_points`
+        self._points: deque[LogPoint] = deque()  # another thread calls `unacknowledged_points`
 
     def begin(self, call_number: int) -> None:
         old = self.call
@@ -60,17 +60,17 @@ class CallRecord:
         """Discard all metrics."""
         self.own_metrics, self.call.merged_metrics = [], []
 
-    def add(self, start: int, metrics: Mapping[str, Any]) -> None:
+    def add_segment(self, start_step: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a segment that has ended, also by an error."""
         recorded = self.call.merged_metrics if self._merges_metrics else self.own_metrics
-        recorded.append((start, metrics))
+        recorded.append((start_step, metrics))
 
     @property
     def _merges_metrics(self) -> bool:
         train_state = self._train_state
         return train_state.update.has_fixed_parts and train_state.meters is not None
 
-    def export(self) -> dict[str, Any]:
+    def export_call(self) -> dict[str, Any]:
         """Return the call, with the merged metrics of a segment that runs."""
         segment = self._train_state.segment
         meters = self._train_state.meters if self._merges_metrics else None
@@ -118,9 +118,9 @@ class CallRecord:
         )
         self._totals_at_point = timing
 
-    def release_points(self, until_step: int) -> tuple[LogPoint, ...]:
-        """Release the points up to a step, and return the others."""
-        while self._points and self._points[0].global_step <= until_step:
+    def unacknowledged_points(self, acknowledged_step: int) -> tuple[LogPoint, ...]:
+        """Return the points after an acknowledged step, and drop the others."""
+        while self._points and self._points[0].global_step <= acknowledged_step:
             self._points.popleft()
         return tuple(self._points)
 

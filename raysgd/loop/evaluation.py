@@ -60,7 +60,7 @@ class Evaluation:
             with self._reading(source, offset, limit) as batches, timer:
                 result = operator.validate(batches, request.info)
             metrics = as_metrics(operator.validate, result)
-            # Workers never merge these, as `add` may. Without a batch, they have no weight.
+            # Workers never merge these, as `add_segment` may. Without a batch, they have no weight.
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
             self._call_record.own_metrics.append((train_state.position.global_step, metrics))
             if limit is None or left_in_epoch is None:

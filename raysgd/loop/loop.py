@@ -167,7 +167,7 @@ class Loop:
             raise
         if segment.num_committed or not segment.was_read:
             metrics = with_weight(metrics, segment.num_committed or 1)
-            self.call_record.add(segment.start_step, metrics)
+            self.call_record.add_segment(segment.start_step, metrics)
         if not segment.was_read:  # the loop has its own batches, and may have counted them
             position.global_step = max(segment.start_step, int(operator.global_step))
         train_state.end_segment()
@@ -195,7 +195,7 @@ class Loop:
             after_commit.append(self.snapshots.take_if_due)
         if request.ends_at_nan:
             after_commit.append(self._end_at_bad_loss)
-        steps_left, agree_on_batch = self._agree_on_data()
+        steps_left, agree_on_batch = self._agree_on_epoch()
         pauses = [n for n in (request.callback_pause_step, self._next_log_step) if n is not None]
         segment = Segment(
             train_state,
@@ -214,7 +214,7 @@ class Loop:
         train_state.segment = segment
         return segment
 
-    def _agree_on_data(self) -> tuple[int | None, Callable[[int], int] | None]:
+    def _agree_on_epoch(self) -> tuple[int | None, Callable[[int], int] | None]:
         """Return `steps_left` and `agree_on_batch` of a segment that all workers read alike."""
         train_state, source = self.train_state, self.source
         self._rank_with_fewest = None
@@ -252,7 +252,7 @@ class Loop:
         try:
             segment.end_after_error()
             if self.train_state.meters is not None:
-                self.call_record.add(segment.start_step, self.train_state.meters.summary())
+                self.call_record.add_segment(segment.start_step, self.train_state.meters.summary())
         finally:
             self.train_state.end_segment()
 

@@ -206,7 +206,7 @@ class OperatorBase:
         update.hold_metrics([MicroBatchMetrics(metrics, weight, micro_batch.ends_step)])
         self._train_state.timing.num_samples += float(weight)
         if not update.is_open:  # the loop has its own batches
-            self._train_state.add_metrics(update.release_metrics())
+            self._train_state.add_metrics(update.pop_metrics())
 
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
@@ -214,7 +214,7 @@ class OperatorBase:
         if train_state.segment is not None:
             train_state.segment.commit_if_done()
         # Of a group that another call of ``train_epoch`` continues.
-        train_state.add_metrics(train_state.update.release_metrics())
+        train_state.add_metrics(train_state.update.pop_metrics())
         return meters.summary()
 
     def _check_single(self) -> None:

@@ -107,7 +107,7 @@ class OperatorRunner(Runner, ABC):
 
     def teardown(self) -> None:
         if self._loop is not None:
-            self._train_state.data.release()
+            self._train_state.data.end_processes()
         self._loop = None
 
     def unpicklable_argument(self) -> str:
@@ -157,7 +157,7 @@ class OperatorRunner(Runner, ABC):
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
             timing=timing,
-            log_points=call_record.release_points(acknowledged_step),
+            log_points=call_record.unacknowledged_points(acknowledged_step),
         )
         bad_steps = (bad_step for feature in features for bad_step in feature.bad_steps)
         new_bad_steps = [dict(s) for s in bad_steps if s["step"] > call_record.call.start_step]

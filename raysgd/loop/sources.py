@@ -216,7 +216,7 @@ class DataSources(ABC):
         _, follows_config = self.batching().get("train", (0, False))
         return follows_config and self._settings.options.layout.keeps_step_size
 
-    def release(self) -> None:
+    def end_processes(self) -> None:
         for source in self._sources.values():
             source.end_processes()
 

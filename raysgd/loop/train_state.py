@@ -151,7 +151,7 @@ class TrainState(ABC):
                 feature.commit(update)
             except BaseException as error:  # the update counts for the others, too
                 errors.append(error)
-        metrics = update.release_metrics()
+        metrics = update.pop_metrics()
         update.close()
         self.add_metrics(metrics)
         if errors:

@@ -179,7 +179,7 @@ class Update:
         """Hold metrics until the update counts."""
         self.held_metrics += metrics
 
-    def release_metrics(self) -> list[MicroBatchMetrics]:
+    def pop_metrics(self) -> list[MicroBatchMetrics]:
         """Return the held metrics, which count now. Numbers of a bad step count for no samples."""
         held, self.held_metrics = self.held_metrics, []
         for index, (metrics, _, ends_step) in enumerate(held if self.bad_step is not None else ()):

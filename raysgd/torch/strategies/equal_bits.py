@@ -164,7 +164,7 @@ class EqualBitsExchange(GroupExchange):
         self._end_part()
         if not self._stepped_before:
             self._reduce_flags(0, [])
-        update.hold_metrics(self._metrics.all_gather(update.release_metrics()))
+        update.hold_metrics(self._metrics.all_gather(update.pop_metrics()))
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
