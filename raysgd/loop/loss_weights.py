@@ -119,7 +119,7 @@ class LossWeights:
                 micro-batches, or if user code counts items only for some batches of an update.
         """
         update = self._update
-        if update.index < 0:  # a loop of user code, whose updates never open
+        if update.micro_batch_index < 0:  # a loop of user code, whose updates never open
             self.reset()
         self.has_loss = True
         if count.is_sum:

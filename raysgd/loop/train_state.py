@@ -130,7 +130,7 @@ class TrainState(ABC):
         """Begin a micro-batch, and an update with its first micro-batch."""
         update = self.update
         update.begin_micro_batch(micro_batch, is_last)
-        if update.index == 0:
+        if update.micro_batch_index == 0:
             for feature in self.features_with["begin_update"]:
                 feature.begin_update(update)
         for feature in self.features_with["begin_micro_batch"]:

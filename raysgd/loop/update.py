@@ -125,15 +125,16 @@ class Update:
         self.num_splits = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: BadStep | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
-        self.index = -1  # of the current micro-batch; -1 before the first
+        self.micro_batch_index = -1  # before the first
         self.micro_batch, self.in_last_micro_batch, self.begins_step = _NO_MICRO_BATCH, True, True
         self.loss_weights.reset()
         self.optimizer_steps.reset()
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
-        self.index += 1
-        self.begins_step = not self.index or micro_batch.step_index > self.micro_batch.step_index
+        self.micro_batch_index += 1
+        is_later_step = micro_batch.step_index > self.micro_batch.step_index
+        self.begins_step = not self.micro_batch_index or is_later_step
         self.state = UpdateState.OPEN
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.num_splits = max(self.num_splits, micro_batch.num_splits)
@@ -158,7 +159,7 @@ class Update:
     @property
     def has_one_micro_batch(self) -> bool:
         """Whether the update has only this micro-batch. Always false with fixed parts."""
-        return self.index <= 0 and self.in_last_micro_batch and not self.has_fixed_parts
+        return self.micro_batch_index <= 0 and self.in_last_micro_batch and not self.has_fixed_parts
 
     def should_commit(self, raised: bool = False) -> bool:
         """Return whether the update counts on this worker, if the loop now ends it.

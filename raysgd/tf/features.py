@@ -96,7 +96,7 @@ class KerasOptimization(UpdateFeature):
         self._copies: dict[int, tuple[Any, Any]] = {}
 
     def begin_micro_batch(self, update: Update) -> None:
-        if update.loss_weights.num_earlier < update.index:
+        if update.loss_weights.num_earlier < update.micro_batch_index:
             self._train_state.micro_batching.refuse_split(
                 "train_batch does not call self.minimize()"
             )

@@ -49,7 +49,7 @@ class SampleRate(UpdateFeature):
 
     def begin_micro_batch(self, update: Update) -> None:
         self._end_batch()
-        if update.index == 0:
+        if update.micro_batch_index == 0:
             self._step = []
         self._began, self._ended = self._read_clock(), None
         self._size = update.micro_batch.num_samples

@@ -40,7 +40,7 @@ class StepChecks(UpdateFeature):
     # ---- hooks of a step
 
     def begin_micro_batch(self, update: Update) -> None:
-        has_gap = update.loss_weights.num_earlier < update.index
+        has_gap = update.loss_weights.num_earlier < update.micro_batch_index
         if has_gap and any(map(_has_gradients, self._registered.optimizers)):
             self._refuse_split(_NO_BACKWARD)
         if update.is_split and not update.has_fixed_parts and self._has_gradient_hooks():
@@ -120,7 +120,7 @@ class StepChecks(UpdateFeature):
         if has_one_batch and update.loss_weights.has_loss and count.num_items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.num_items is None and not count.is_sum
-        has_gap = update.loss_weights.num_earlier < update.index
+        has_gap = update.loss_weights.num_earlier < update.micro_batch_index
         if has_gap and counts_samples and registered.exchange.averaging_size > 1:
             self._require_unsplit(_NO_BACKWARD)
         if update.optimizer_steps.requested:

@@ -142,14 +142,15 @@ class EqualBitsExchange(GroupExchange):
         self._scales = [t.clone() for t in self._precision.scaler_tensors()]
 
     def begin_micro_batch(self, update: Update) -> None:
-        owned = self._registered.data.training_source.partition.owned_parts
-        if update.index > 0:
+        index, source = update.micro_batch_index, self._registered.data.training_source
+        if index > 0:
             self._end_part()
             for optimizer in self._registered.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
         for model in self._registered.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
-        self._buffers.begin(owned[update.index % len(owned)], is_first=update.index <= 0)
+        owned = source.partition.owned_parts
+        self._buffers.begin(owned[index % len(owned)], is_first=index <= 0)
         self._num_operations = _num_operations()
 
     def _end_part(self) -> None:

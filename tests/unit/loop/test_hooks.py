@@ -35,7 +35,7 @@ def recorded(name):
         shown = [each for each in (*arguments, *named.values()) if isinstance(each, int)]
         if arguments and isinstance(arguments[0], Update):
             update = arguments[0]
-            shown = [update.index] if update.is_open else ["closed"]
+            shown = [update.micro_batch_index] if update.is_open else ["closed"]
         self.called.append(" ".join(map(str, [name, *shown])))
 
     return hook

@@ -128,7 +128,7 @@ def groups_of(train_state, steps, after=None, pause=None):
     """Return all batches, in groups."""
     groups, group = [], []
     for count, batch in enumerate(steps, start=1):
-        assert train_state.update.index == len(group)
+        assert train_state.update.micro_batch_index == len(group)
         group.append(batch)
         if train_state.update.in_last_micro_batch:
             groups.append(group)
@@ -218,7 +218,7 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
     assert rest_after_error(steps) == list("abcde"[reached:])
     position = train_state.position
     assert position.global_step == position.offset == steps.num_committed == reached
-    assert train_state.update.index == -1
+    assert train_state.update.micro_batch_index == -1
 
 
 def test_after_an_error_before_the_first_batch_an_iteration_can_begin():
