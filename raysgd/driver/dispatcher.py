@@ -19,7 +19,7 @@ from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import PackedValue
 from raysgd.elastic.call import Call, LogPointCollector, WorkerPoint
 from raysgd.elastic.controller import Controller
-from raysgd.loop.requests import PAUSED_FOR_CALLBACKS, LeavingRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import CallbackPause, LeavingMetricsRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Dispatcher:
             has_batches=True,
             can_pause=True,
             log_points=LogPointCollector(request.call_number, acknowledged_step=-1),
-            leaving_request=LeavingRequest(call_number=request.call_number),
+            leaving_metrics_request=LeavingMetricsRequest(call_number=request.call_number),
         )
         controller, seconds, is_paused = self.controller, 0.0, True
         try:
@@ -155,14 +155,14 @@ class Dispatcher:
                 started = time.perf_counter()
                 results = [outcome.unpack() for outcome in controller.run(call)]
                 seconds, ended = seconds + time.perf_counter() - started, time.time()
-                is_paused = results[0] == PAUSED_FOR_CALLBACKS
+                is_paused = isinstance(results[0], CallbackPause)
                 self.callback_list.notify_pause(trainer)
         finally:
             start = self._train_starts.pop(request.call_number, self.position)
             call.on_progress = call.log_points.on_log = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
         position, speed = self.position, controller.speed.end_lap("train")
-        results += [outcome.unpack() for outcome in call.leaving_results]
+        results += [outcome.unpack() for outcome in call.leaving_outcomes]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
         return CallResult(results, merged, position.epoch > start.epoch, last_call)

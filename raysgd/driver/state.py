@@ -131,7 +131,7 @@ class StateTransfer:
             if is_remote and not (may_have_only_copy(progress) or _allows_user_types()):
                 request = SaveRequest(
                     driver_entries=driver_entries,
-                    generators=self._prepare_export("save"),
+                    generator_states=self._prepare_export("save"),
                     label=target.label,
                     frozen=frozen,
                 )

@@ -92,14 +92,14 @@ class Call:
     the position, and whether callbacks save as soon as possible."""
     make_replay: Callable[[ReportedPosition], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
-    leaving_request: Request | None = None
+    leaving_metrics_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     num_failures: int = 0
     """Number of losses so far, over all requests. The `CallBudget` of a request starts with it."""
     causes: list[str] = field(default_factory=list)
     """Where and why workers were lost. `GroupRecord.add_event` adds them."""
-    leaving_results: list[Any] = field(default_factory=list)
-    """Outcomes of the `leaving_request` of workers that have left."""
+    leaving_outcomes: list[Any] = field(default_factory=list)
+    """Outcomes of the `leaving_metrics_request` of workers that have left."""
 
     @property
     def name(self) -> str:

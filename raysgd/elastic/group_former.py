@@ -126,10 +126,10 @@ class GroupFormer:
     def collect_metrics(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
         call = self._record.call
-        if call.leaving_request is None or not members:
+        if call.leaving_metrics_request is None or not members:
             return
-        outcomes = self._rpc.send_to_idle(members, call.leaving_request, ANSWER_S)
-        call.leaving_results += [e for e in outcomes.values() if e.unpack() is not None]
+        outcomes = self._rpc.send_to_idle(members, call.leaving_metrics_request, ANSWER_S)
+        call.leaving_outcomes += [e for e in outcomes.values() if e.unpack() is not None]
         call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts
@@ -203,7 +203,7 @@ class GroupFormer:
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of workers that left.
         self._record.set_progress(progress)
-        step, results = progress.position.global_step, self._record.call.leaving_results
+        step, results = progress.position.global_step, self._record.call.leaving_outcomes
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._starter.forget_joined(members)
         if not self._starter.may_join_later:

@@ -33,7 +33,7 @@ from raysgd.loop.evaluation import Evaluation, empty_loader_error
 from raysgd.loop.feature import IndivisibleError
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
-from raysgd.loop.requests import PAUSED_FOR_CALLBACKS, TrainRequest
+from raysgd.loop.requests import CallbackPause, TrainRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import SnapshotTaker
 from raysgd.loop.state_access import StateAccess
@@ -71,8 +71,8 @@ class Loop:
         self.evaluation = Evaluation(operator, control, self.call_record)
         self.snapshots = SnapshotTaker(train_state, partial(read_snapshot, self))
 
-    def train(self, request: TrainRequest) -> Mapping[str, Any] | str:
-        """Train up to the goal of a request, and return its metrics, or PAUSED_FOR_CALLBACKS.
+    def train(self, request: TrainRequest) -> Mapping[str, Any] | CallbackPause:
+        """Train up to the goal of a request, and return its metrics, or a `CallbackPause`.
 
         Raise PausedError if the driver asked for a pause.
         """
@@ -82,7 +82,7 @@ class Loop:
         while not self._is_at_goal(request):
             step, pause = self._position.global_step, request.callback_pause_step
             if pause is not None and step >= pause:
-                return PAUSED_FOR_CALLBACKS
+                return CallbackPause()
             if step >= self.control.driver_pause_step:
                 raise PausedError
             if step <= request.start_step:

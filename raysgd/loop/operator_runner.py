@@ -204,7 +204,7 @@ class OperatorRunner(Runner, ABC):
                         return self._hosted_loop.evaluation.validate(request)
                 case requests.PredictRequest():
                     return self._hosted_loop.evaluation.predict(request.loader)
-                case requests.LeavingRequest():
+                case requests.LeavingMetricsRequest():
                     return self._hosted_loop.leaving_metrics(request.call_number)
                 case requests.UpdateSchedulersRequest():
                     return self.update_schedulers(request.call_number, request.metric)
@@ -212,7 +212,7 @@ class OperatorRunner(Runner, ABC):
                     return self.state_dict(request.frozen)
                 case requests.SaveRequest():
                     state = {**self.state_dict(request.frozen), **request.driver_entries}
-                    state["data"]["rng"] = request.generators
+                    state["data"]["rng"] = request.generator_states
                     write = partial(write_state, state, request.label)
                     return FileContent(write, manifest_entries(state))
                 case LoadRequest():

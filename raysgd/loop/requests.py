@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.runner import Request
 
@@ -19,15 +19,15 @@ class _EpochRequest(Request):
     profile: bool = False
 
 
-PAUSED_FOR_CALLBACKS: Final = "paused for callbacks"
-"""Answer to a `TrainRequest` whose training has paused at `callback_pause_step`."""
+class CallbackPause:
+    """Answer to a `TrainRequest` whose training has paused at `callback_pause_step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(_EpochRequest):
     """Train up to an absolute goal, so that a repeated request trains only the missing steps.
 
-    The answer is the metrics, or PAUSED_FOR_CALLBACKS. A repeated request then continues, and its
+    The answer is the metrics, or a `CallbackPause`. A repeated request then continues, and its
     metrics cover the whole call.
     """
 
@@ -63,7 +63,7 @@ class PredictRequest(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeavingRequest(Request):
+class LeavingMetricsRequest(Request):
     """Return the metrics of a worker that leaves before the end of a call of `train`."""
 
     call_number: int
@@ -90,7 +90,7 @@ class SaveRequest(Request):
     """Return the state as the content of a file, with the entries of the driver."""
 
     driver_entries: Mapping[str, Any]
-    generators: Sequence[Any]  # of all workers
+    generator_states: Sequence[Any]  # of all workers
     frozen: bool  # as in `StateRequest`
     label: str  # name of the file in messages
 

@@ -448,7 +448,7 @@ class SimMember(WorkerHandle):
             elif task.meets:
                 self._world.meet(self)
                 return
-            elif self.is_at("leaving"):
+            elif self.is_at("leaving_metrics"):
                 self.end("ok", f"of {self.home.pid}")
             elif self.is_at("export_shards"):
                 self.end("ok", self.home.pid)

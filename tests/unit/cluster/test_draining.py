@@ -9,7 +9,7 @@ from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.preemption_notices import PreemptionNotice
 from raysgd.elastic.call import Call
 from raysgd.elastic.preemption import PreemptionMonitor
-from raysgd.loop.requests import LeavingRequest, TrainRequest
+from raysgd.loop.requests import LeavingMetricsRequest, TrainRequest
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.clock import ManualClock
 from tests.unit.cluster.test_elasticity import lose_all
@@ -21,7 +21,7 @@ def train(controller, step, **options):
         request=TrainRequest(call_number=0, until_step=step),
         has_batches=True,
         can_pause=True,
-        leaving_request=LeavingRequest(call_number=0),
+        leaving_metrics_request=LeavingMetricsRequest(call_number=0),
         **options,
     )
     outcomes = controller.run(call)
@@ -56,7 +56,7 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     assert before not in controller.members
     assert len(controller.members) == num_workers
     assert world.trained == list(range(1, 201))
-    assert [outcome.unpack() for outcome in record.leaving_results] == ["of 0"]
+    assert [outcome.unpack() for outcome in record.leaving_outcomes] == ["of 0"]
     assert record.num_failures == 0
 
 
@@ -70,7 +70,7 @@ def test_metrics_of_a_worker_that_left_do_not_count_if_its_steps_run_again(start
     assert kinds(controller)[-1] == "restarted"
     repeated = controller.events[-1].step == 0
     assert repeated == (snapshot_every == 1000)
-    assert [outcome.unpack() for outcome in record.leaving_results] == ["of 1"] * (not repeated)
+    assert [outcome.unpack() for outcome in record.leaving_outcomes] == ["of 1"] * (not repeated)
 
 
 def test_leaving_worker_that_dies_is_no_loss(start):
@@ -80,7 +80,7 @@ def test_leaving_worker_that_dies_is_no_loss(start):
     world.on_meeting.append(lambda: before.die("its time is over"))
     record = train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
-    assert (record.leaving_results, record.num_failures) == ([], 0)
+    assert (record.leaving_outcomes, record.num_failures) == ([], 0)
 
 
 def test_without_room_workers_leave_shortly_before_the_deadline(start):

@@ -1,14 +1,14 @@
 """The hooks of features: which a call, a step, and a failure run, and in which order."""
 
 import contextlib
-import dataclasses
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from raysgd.loop.feature import UpdateFeature
-from raysgd.loop.requests import PAUSED_FOR_CALLBACKS, TrainRequest
+from raysgd.loop.requests import CallbackPause, TrainRequest
 from raysgd.loop.update import Update
 from tests.unit.recorder import Recorder, Streaming, failure
 
@@ -216,7 +216,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
     loop = trainer._controller.members[0].worker.runner._loop
     assert loop.leaving_metrics(0) is None
     request = TrainRequest(call_number=0, until_step=6, log_every=4)
-    assert loop.train(dataclasses.replace(request, callback_pause_step=5)) == PAUSED_FOR_CALLBACKS
+    assert isinstance(loop.train(replace(request, callback_pause_step=5)), CallbackPause)
     assert (loop.leaving_metrics(1), len(loop.call_record.unacknowledged_points(-1))) == (None, 1)
     # all workers have these, so a leaving worker omits them
     loop.call_record.call.merged_metrics = [(5, loop.call_record.own_metrics[0][1])]
@@ -240,7 +240,7 @@ def test_a_restart_yields_the_points_of_its_steps_again(make_trainer, restart, p
         make_trainer(Recorder, {"num_samples": 100})._controller.members[0].worker.runner
         for _ in range(2)
     )
-    first.handle(dataclasses.replace(request, callback_pause_step=restart))
+    first.handle(replace(request, callback_pause_step=restart))
     second.load_state_dict(first.restart_state())
     assert second.handle(request)["batch_count"] == 10 - restart
     found = second.progress().measured.log_points

@@ -16,7 +16,7 @@ from raysgd.elastic.call import RestartStateRequest
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import (
-    LeavingRequest,
+    LeavingMetricsRequest,
     PredictRequest,
     SaveRequest,
     StateRequest,
@@ -145,7 +145,7 @@ def test_rehearsal_returns_metrics_and_changes_nothing():
     runner.operator.model[2].running_mean.fill_(7)
     before = state_of(runner)
     assert runner.handle(REHEARSAL)["num_samples"] == 8
-    assert runner.handle(LeavingRequest(call_number=1))["num_samples"] == 16
+    assert runner.handle(LeavingMetricsRequest(call_number=1))["num_samples"] == 16
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
     runner.handle(ValidateRequest(call_number=2))
     assert runner.operator.validated == EPOCH
@@ -183,7 +183,7 @@ def test_content_of_a_file_has_the_state_and_the_parts_of_the_driver():
     runner = make_runner()
     runner.handle(TrainRequest(call_number=0, until_step=3))
     parts, file = {"config": {"a": 1}, "provenance": {"b": 2}}, io.BytesIO()
-    request = SaveRequest(driver_entries=parts, generators=[3], frozen=True, label="state.pt")
+    request = SaveRequest(driver_entries=parts, generator_states=[3], frozen=True, label="state.pt")
     content = runner.handle(request)
     content.write(file)
     written = torch.load(io.BytesIO(file.getvalue()))

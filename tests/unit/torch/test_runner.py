@@ -23,7 +23,7 @@ from raysgd.cluster.worker import Worker
 from raysgd.comm.network import LOOPBACK
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.call_record import MetricReader
-from raysgd.loop.requests import PAUSED_FOR_CALLBACKS, PredictRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import CallbackPause, PredictRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import AverageMeterCollection
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.options import TorchOptions
@@ -570,7 +570,7 @@ def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
     runner.pause_at(None)
     for step in (3, 4):
         request = TrainRequest(call_number=0, until_epoch=1, callback_pause_step=step)
-        assert runner.handle(request) == PAUSED_FOR_CALLBACKS
+        assert isinstance(runner.handle(request), CallbackPause)
         assert runner.progress().position.global_step == step
     result = runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause_step=9))
     assert result == plain.handle(TrainRequest(call_number=0, until_epoch=1))
