@@ -269,7 +269,7 @@ class SupervisedOperator(ConfiguredOperator):
         with self.autocast():
             output, target = self.predict(batch)
             losses = self.losses(to_full_precision(output), target)
-            counted = self.count_for_backward(batch, len(target), num_terms=losses.numel())
+            counted = self.count_for_backward(batch, len(target), default_items=losses.numel())
             total = losses.sum()
             count = losses.numel() if counted.num_items is None else counted.num_items
         self.backward(total / (count or 1), num_samples=counted)

@@ -227,7 +227,7 @@ class OperatorBase:
                     f"one model with one optimizer. Override train_batch in {kind}."
                 )
 
-    def _find_only(self, name: str, method: str) -> Any:
+    def _get_single(self, name: str, method: str) -> Any:
         """Return the model, optimizer, or criterion that a default `method` uses."""
         value, kind = getattr(self, name, None), type(self).__name__
         if value is None or isinstance(value, list | tuple):

@@ -160,8 +160,8 @@ class TrainingOperator(OperatorBase):
             ``num_samples`` of an own step, all batches have the same weight.
         """
         self._check_single()
-        model = self._find_only("model", "train_batch")
-        optimizer = self._find_only("optimizer", "train_batch")
+        model = self._get_single("model", "train_batch")
+        optimizer = self._get_single("optimizer", "train_batch")
         batch = self.to_device(batch)
         self._train_state.timing.begin(FORWARD)
         read = parse_batch(batch, model)
@@ -231,7 +231,7 @@ class TrainingOperator(OperatorBase):
         return count
 
     def count_for_backward(
-        self, batch: Any, num_samples: int, target: Any = None, num_terms: int | None = None
+        self, batch: Any, num_samples: int, target: Any = None, default_items: int | None = None
     ) -> LossCount:
         """Return what the default `train_batch` passes to `backward` as ``num_samples``.
 
@@ -239,13 +239,13 @@ class TrainingOperator(OperatorBase):
             batch: The batch, for `num_items`.
             num_samples: Number of its samples.
             target: The target, if ``self.criterion`` computes the loss.
-            num_terms: What counts if an override of `num_items` returns None; None: `num_samples`.
+            default_items: The count if an override of `num_items` returns None; None: `num_samples`.
         """
         num_items = type(self).num_items
         # Whether workers communicate must not depend on the batch.
         if num_items is not TrainingOperator.num_items:
             items = num_items(self, batch)
-            items = (num_terms or num_samples) if items is None else items
+            items = (default_items or num_samples) if items is None else items
             caller = f"{type(self).__name__}.num_items returned "
             return LossCount(as_count(items, caller, "count"), num_samples)
         criterion = None if target is None else getattr(self, "criterion", None)
@@ -260,7 +260,7 @@ class TrainingOperator(OperatorBase):
             output is (batch, classes, ...) and the target holds class indices of shape (batch, ...)
             or (batch, 1, ...).
         """
-        model, batch = self._find_only("model", "validate_batch"), self.to_device(batch)
+        model, batch = self._get_single("model", "validate_batch"), self.to_device(batch)
         read = parse_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
             output = model(*read.arguments, **read.keywords)
@@ -282,7 +282,7 @@ class TrainingOperator(OperatorBase):
         The default returns the output of the model, or its ``logits``. An override returns a
         tensor, array, or list with one row per sample, or a dict or tuple of such objects.
         """
-        model, batch = self._find_only("model", "predict_batch"), self.to_device(batch)
+        model, batch = self._get_single("model", "predict_batch"), self.to_device(batch)
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         is_feature = isinstance(batch, tuple | list) and len(batch) == 1

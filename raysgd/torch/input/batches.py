@@ -177,7 +177,7 @@ def loss_of(operator: Any, output: Any, batch: ParsedBatch) -> Any:
                 "train_batch."
             )
     method = "train_batch" if torch.is_grad_enabled() else "validate_batch"
-    criterion = operator._find_only("criterion", method)
+    criterion = operator._get_single("criterion", method)
     # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
     modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
     if modules & {"torch.nn.modules.loss", "torch.nn.functional"}:
