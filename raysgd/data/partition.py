@@ -241,7 +241,7 @@ def part_bounds(
         first = index % total
         return first, first + 1
     if shares is not None:
-        bounds = _bounds(total, shares)
+        bounds = _bounds_by_shares(total, shares)
         return bounds[index], bounds[index + 1]
     size, extra = divmod(total, num_parts)
     first = index * size + min(index, extra)
@@ -249,7 +249,7 @@ def part_bounds(
 
 
 @functools.lru_cache(maxsize=256)
-def _bounds(total: int, shares: tuple[float, ...]) -> list[int]:
+def _bounds_by_shares(total: int, shares: tuple[float, ...]) -> list[int]:
     bounds = [0]
     for rank, sum_so_far in enumerate(itertools.accumulate(shares), start=1):
         num_later = len(shares) - rank

@@ -19,7 +19,7 @@ from raysgd._internal.arguments import as_int, check_flags, is_number
 from raysgd.data.formats import RecordError, Records
 from raysgd.errors import CheckpointError
 
-Key = tuple[int, int]
+SampleKey = tuple[int, int]
 """Epoch and number of a sample."""
 
 _READ_SIZE = 256
@@ -38,7 +38,7 @@ class SampleKeys:
         self._size, self._interleave = len(data), data.interleave if step else 1
         self._epoch, self._offset, self._step = epoch, offset, step
 
-    def __getitem__(self, span: slice) -> list[Key]:
+    def __getitem__(self, span: slice) -> list[SampleKey]:
         numbers: Sequence[int] = range(span.start, span.stop)
         if self._interleave > 1:
             skip = (span.start - self._offset) % self._step
@@ -84,7 +84,7 @@ class NumberedSamples(ABC):
             return self.read(epochs[0], numbers)
         return self.read(self.epoch, keys)
 
-    def __getitem__(self, key: int | Key) -> Any:
+    def __getitem__(self, key: int | SampleKey) -> Any:
         known = key if isinstance(key, tuple) else range(len(self))[key]  # also raises IndexError
         return self.__getitems__([known])[0]
 
@@ -182,7 +182,7 @@ class Stream(NumberedSamples):
         )
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
-        samples = self._read(epoch, numbers)
+        samples = self._read_records(epoch, numbers)
         for record in samples:
             if isinstance(record, RecordError):
                 raise record
@@ -190,7 +190,7 @@ class Stream(NumberedSamples):
             samples = list(map(self._transform, samples))
         return [self._augment_one(each, epoch, n) for each, n in zip(samples, numbers, strict=True)]
 
-    def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
+    def _read_records(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         if epoch != self._epoch_read:
             self._epoch_read = epoch
             self._records.close()
@@ -244,10 +244,10 @@ class GroupedStream(Stream):
     def __iter__(self) -> Iterator[Any]:
         torch = sys.modules.get("torch.utils.data")
         info = None if torch is None else torch.get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        first, stride = (0, 1) if info is None else (info.id, info.num_workers)
         start, self._start = self._start or {"group": first, "taken": 0}, None
         skip, epoch = start["taken"], self.epoch
-        for group in range(start["group"], -(-len(self._records) // self._group_size), step):
+        for group in range(start["group"], -(-len(self._records) // self._group_size), stride):
             for taken, sample in enumerate(self._samples(epoch, group)):
                 if taken >= skip:
                     self._state = {"group": group, "taken": taken + 1}
@@ -257,7 +257,7 @@ class GroupedStream(Stream):
     def _samples(self, epoch: int, group: int) -> Iterable[Any]:
         first, total = group * self._group_size, len(self._records)
         records = []
-        for record in self._read(epoch, range(first, min(first + self._group_size, total))):
+        for record in self._read_records(epoch, range(first, min(first + self._group_size, total))):
             if not isinstance(record, RecordError):
                 records.append(record)
             elif self._skips:

@@ -263,7 +263,7 @@ class OperatorRunner(Runner, ABC):
             for feature in train_state.features:
                 feature.after_user_function()
             if self._user_settings() != before:
-                loop.snapshots.clear(outdated=True)
+                loop.snapshots.clear(is_outdated=True)
                 if not train_state.context.is_alone:
                     loop.snapshots.take_if_due()
 

@@ -103,7 +103,7 @@ class SnapshotTaker:
         has_taken = self._newest is not before
         yield
         if has_taken:
-            self.clear(outdated=True)
+            self.clear(is_outdated=True)
 
     def _decide_due(self) -> bool:
         epoch, step = self._newest or (-1, 0)
@@ -142,15 +142,15 @@ class SnapshotTaker:
         self._copy, self._copy_s = copy, self._checked_at - began
         self._newest = train_state.position.epoch, train_state.position.global_step
 
-    def clear(self, outdated: bool = False) -> None:
+    def clear(self, is_outdated: bool = False) -> None:
         """Discard the copy, because the state was replaced or resharded.
 
-        If it is `outdated`, the next snapshot is due immediately: the driver has no newer state.
+        If it `is_outdated`, the next snapshot is due immediately: the driver has no newer state.
         """
         self._newest = self._copy = None
         self._is_sending = False
-        self._is_needed = outdated or self._every != "auto"
-        self.num_changes += outdated
+        self._is_needed = is_outdated or self._every != "auto"
+        self.num_changes += is_outdated
 
     def acquire(self, num_changes: int | None = None) -> dict[str, Any] | None:
         """Return the newest copy, or None if it was sent or is wrong. Called from another thread.

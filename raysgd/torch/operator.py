@@ -239,7 +239,7 @@ class TrainingOperator(OperatorBase):
             batch: The batch, for `num_items`.
             num_samples: Number of its samples.
             target: The target, if ``self.criterion`` computes the loss.
-            default_items: The count if an override of `num_items` returns None; None: `num_samples`.
+            default_items: The count if an override of `num_items` returns None. None: the samples.
         """
         num_items = type(self).num_items
         # Whether workers communicate must not depend on the batch.

@@ -97,7 +97,7 @@ class TorchRunner(OperatorRunner):
             return  # the schedulers have already stepped in the loaded state
         self.operator._update_features.schedules.step_with(metric)
         loop.call_record.call.scheduler_call = call_number
-        loop.snapshots.clear(outdated=True)
+        loop.snapshots.clear(is_outdated=True)
         loop.snapshots.take_if_due()
 
 
