@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.loss_weights import Factors
-from raysgd.loop.options import Settings
+from raysgd.loop.options import WorkerSettings
 from raysgd.loop.update import BadStep, Update
 
 SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatch]]
@@ -154,7 +154,7 @@ class MicroBatching(UpdateFeature):
     update, and uses the helpers of raysgd for gradients and updates.
     """
 
-    def __init__(self, settings: Settings, update: Update) -> None:
+    def __init__(self, settings: WorkerSettings, update: Update) -> None:
         self._settings, self._update = settings, update
         self.why_not_split: str | None = None  # why batches must not be split
         self.num_splits = 1  # micro-batches per batch; more than 1 after memory ran out

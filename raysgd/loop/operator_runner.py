@@ -69,7 +69,7 @@ class OperatorRunner(Runner, ABC):
         return "\n".join(filter(None, (each.warning for each in train_state.features)))
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the operator's class, the config of this worker, and arguments of `Settings`."""
+        """Return the operator's class, this worker's config, and arguments of `WorkerSettings`."""
         options = self._options
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, given = options.unpack()

@@ -199,7 +199,7 @@ class Options(ABC):
 
 
 @dataclass
-class Settings:
+class WorkerSettings:
     """The trainer's arguments, and the rank and resources of this worker."""
 
     options: Options

@@ -14,7 +14,7 @@ from raysgd._internal.paths import without_secrets
 from raysgd._internal.provenance import without_homes
 from raysgd.data import Dataset
 from raysgd.data.source import BatchSource, length_of, size_and_rank_of
-from raysgd.loop.options import Settings
+from raysgd.loop.options import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class DataSources(ABC):
     """The batch sources of one operator."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    def __init__(self, settings: WorkerSettings, seed: int) -> None:
         self._settings, self._seed = settings, seed
         self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
         self.registered_loaders: dict[str, Any] = {}

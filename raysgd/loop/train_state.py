@@ -21,7 +21,7 @@ from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import MicroBatching, UpdateFeature
-from raysgd.loop.options import Settings
+from raysgd.loop.options import WorkerSettings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import MicroBatchMetrics, Update
@@ -54,7 +54,7 @@ class TrainState(ABC):
     placement: StatePlacement = StatePlacement()
     is_registered = False
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    def __init__(self, settings: WorkerSettings, seed: int) -> None:
         self.settings = settings
         self.timers = TimerCollection()
         self.timers.enabled = False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.comm.horovod import HorovodBackend
 from raysgd.comm.tensorflow import keras_environment
-from raysgd.loop.options import Options, Settings
+from raysgd.loop.options import Options, WorkerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class TFOptions(Options):
 
 
 @dataclass
-class TFSettings(Settings):
+class TFSettings(WorkerSettings):
     """The trainer's arguments, and the rank and resources of this worker."""
 
     options: TFOptions = field(default_factory=TFOptions)

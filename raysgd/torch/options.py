@@ -15,7 +15,7 @@ from raysgd._internal.arguments import as_int, check_choice, check_number, set_f
 from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
 from raysgd.data.partition import StepLayout
-from raysgd.loop.options import Options, Settings
+from raysgd.loop.options import Options, WorkerSettings
 from raysgd.torch.precision import PRECISIONS
 from raysgd.torch.strategies import conflicts
 
@@ -195,6 +195,6 @@ def without_old_arguments(
 
 
 @dataclass
-class TorchSettings(Settings):
+class TorchSettings(WorkerSettings):
     options: TorchOptions = field(default_factory=TorchOptions)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
