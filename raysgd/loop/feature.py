@@ -1,21 +1,13 @@
-"""The interface of the features of an update, and the feature that splits batches."""
+"""The interface of the features of an update."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.loss_weights import Factors
-from raysgd.loop.options import WorkerSettings
 from raysgd.loop.update import BadStep, Update
-
-SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatch]]
-_CALL_EACH_ONCE = (
-    "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
-    "batch, after all losses of the batch."
-)
 
 
 class UpdateFeature:
@@ -138,61 +130,3 @@ class UpdateFeature:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this feature's entries of a training state, after the models and optimizers."""
-
-
-class IndivisibleError(BaseException):
-    """Raised in a micro-batch of a batch that must not be split. The loop repeats the step unsplit.
-
-    It does not derive from Exception, so that user code does not catch it.
-    """
-
-
-class MicroBatching(UpdateFeature):
-    """Decides whether batches may be split, and splits them if memory ran out.
-
-    Micro-batches are equivalent to the whole batch if user code computes all gradients before the
-    update, and uses the helpers of raysgd for gradients and updates.
-    """
-
-    def __init__(self, settings: WorkerSettings, update: Update) -> None:
-        self._settings, self._update = settings, update
-        self.why_not_split: str | None = None  # why batches must not be split
-        self.num_splits = 1  # micro-batches per batch; more than 1 after memory ran out
-
-    def refuse_split(self, why: str, remedy: str = _CALL_EACH_ONCE) -> None:
-        """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
-        if fixed_by := self._settings.options.layout.fixed_by:
-            raise RuntimeError(f"{why}. With {fixed_by}, {remedy}")
-        self.why_not_split = self.why_not_split or why
-        if self._update.is_split:
-            raise IndivisibleError(why)
-
-    def begin_update(self, update: Update) -> None:
-        """Warn if a batch cannot be split and is larger because workers are missing."""
-        if update.plan.is_oversized:
-            self._settings.warn_once(
-                "indivisible",
-                "With %d of %d workers, each batch has more samples than its loader's batch size, "
-                "and needs more memory. It cannot be split: %s.",
-                self._settings.context.world_size,
-                self._settings.options.num_workers,
-                self.why_not_split or "only the default train_epoch takes batches in parts",
-            )
-
-    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
-        """Return the micro-batches of a batch. The default is one."""
-        return [(batch, micro_batch)]
-
-    def choose_split(self, error: BaseException, batch: Any, may_split: bool) -> int:
-        """Return the number of micro-batches per batch after an error, or 0 to raise the error.
-
-        Add advice to the error. `batch` is that of the update in progress, or None.
-        """
-        return 0
-
-    def increase_split(self, min_splits: int) -> None:
-        """Use at least `min_splits` micro-batches. All ranks must call this at the same step."""
-
-    def is_recoverable(self, error: BaseException) -> bool:
-        """Return whether training can continue after an error, because only memory ran out."""
-        return False

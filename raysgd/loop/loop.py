@@ -30,8 +30,8 @@ from raysgd._internal.runner import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_record import CallRecord
 from raysgd.loop.evaluation import Evaluation, empty_loader_error
-from raysgd.loop.feature import IndivisibleError
 from raysgd.loop.loop_control import LoopControl
+from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import CallbackPause, TrainRequest
 from raysgd.loop.segment import Segment

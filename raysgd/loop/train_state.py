@@ -20,7 +20,8 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import MicroBatching, UpdateFeature
+from raysgd.loop.feature import UpdateFeature
+from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import WorkerSettings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.state_placement import StatePlacement

@@ -15,7 +15,7 @@ from keras.src.random.seed_generator import global_seed_generator
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import try_copy
-from raysgd.loop.feature import MicroBatching
+from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import options_of, trainable_flags

@@ -13,7 +13,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd.data.partition import MicroBatch, part_bounds
-from raysgd.loop.feature import MicroBatching, SplitBatch
+from raysgd.loop.micro_batching import MicroBatching, SplitBatch
 from raysgd.loop.update import Update
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.options import TorchSettings
