@@ -468,16 +468,3 @@ def merge_workers(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     merged = _merge(results, combine, raises=True)
     return {name: float(n) if isinstance(n, Computed) else n for name, n in merged.items()}
-
-
-def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
-    """Return the learning rates of optimizers, under the names of `LearningRateLogger`."""
-    rates = {}
-    for number, optimizer in enumerate(optimizers):
-        name = "lr" if len(optimizers) == 1 else f"lr-{number}"
-        groups = getattr(optimizer, "param_groups", None) or [{"lr": optimizer.learning_rate}]
-        for index, group in enumerate(groups):
-            # In Keras with several workers, float() rejects the variable.
-            rate = group["lr"].numpy() if hasattr(group["lr"], "assign") else group["lr"]
-            rates[name if len(groups) == 1 else f"{name}/group{index}"] = float(rate)
-    return rates

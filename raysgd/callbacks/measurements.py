@@ -17,7 +17,6 @@ import psutil
 from raysgd._internal.arguments import as_int
 from raysgd.callbacks.base import Callback, Trainer, logdir_of
 from raysgd.errors import WorkerLostError
-from raysgd.metrics import learning_rates
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class LearningRateLogger(_MeasuringCallback):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        rates = trainer.apply_all_operators(lambda op: learning_rates(op._train_state.optimizers))
+        rates = trainer.apply_all_operators(lambda op: op._train_state.learning_rates())
         return dict(rates[0])
 
 

@@ -13,7 +13,7 @@ from raysgd._internal.progress import LogPoint
 from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
 from raysgd.cluster.serialization import pack
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import AverageMeterCollection, learning_rates, merge_segments
+from raysgd.metrics import AverageMeterCollection, merge_segments
 
 _PROFILED = {"data": DATA, "fwd": FORWARD, "grad": BACKWARD, "apply": OPTIMIZER}
 """Phases in ``profile``, by the names of their timers in RaySGD v1."""
@@ -96,7 +96,7 @@ class CallRecord:
         train_state = self._train_state
         metrics: Any = None
         if results := self._segment_metrics(is_leaving, since=self.call.last_log_step):
-            metrics = merge_segments(results) | learning_rates(train_state.optimizers)
+            metrics = merge_segments(results) | train_state.learning_rates()
             for feature in train_state.features:
                 metrics |= feature.step_metrics()
             if not train_state.context.in_driver:

@@ -164,6 +164,18 @@ class TrainState(ABC):
             for each in metrics:
                 self.meters.update(*each)
 
+    def learning_rates(self) -> dict[str, float]:
+        """Return the learning rates of the optimizers, under the names of `LearningRateLogger`."""
+        rates = {}
+        for number, optimizer in enumerate(self.optimizers):
+            name = "lr" if len(self.optimizers) == 1 else f"lr-{number}"
+            groups = getattr(optimizer, "param_groups", None) or [{"lr": optimizer.learning_rate}]
+            for index, group in enumerate(groups):
+                # In Keras with several workers, float() rejects the variable.
+                rate = group["lr"].numpy() if hasattr(group["lr"], "assign") else group["lr"]
+                rates[name if len(groups) == 1 else f"{name}/group{index}"] = float(rate)
+        return rates
+
     def end_epoch(self) -> None:
         self.position.epoch, self.position.offset = self.position.epoch + 1, 0
         for feature in self.features:
