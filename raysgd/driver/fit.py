@@ -49,6 +49,15 @@ class FitArguments:
 
 
 @dataclass(eq=False)
+class _EpochResult:
+    """What callbacks receive in ``on_result``: a training, and the validation after it."""
+
+    metrics: dict[str, Any]
+    call: LastCall
+    validation: CallResult | None = None
+
+
+@dataclass(eq=False)
 class FitLoop:
     """Runs ``fit()`` of one trainer, and tracks whether the newest epoch lacks a validation.
 
@@ -75,8 +84,8 @@ class FitLoop:
     """Number of epochs that need no validation anymore."""
     _due_step: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
-    _result_parts: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
-    """Metrics and call of the newest training, and of its validation, until both are reported."""
+    _epoch_result: _EpochResult | None = None
+    """The result of the newest training, until it is reported with a validation."""
 
     def run(
         self,
@@ -176,7 +185,7 @@ class FitLoop:
         self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
-        self._result_parts = [(metrics, result.last_call)]
+        self._epoch_result = _EpochResult(metrics, result.last_call)
         hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
         try:
             self.dispatcher.report(hook, trainer, metrics, result.last_call)
@@ -206,32 +215,31 @@ class FitLoop:
             self.has_validated = True
             if result.last_call.is_complete:  # not only of some batches
                 self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
-                if self._result_parts:
-                    self._result_parts[1:] = [(result.merged, result.last_call)]
+                if self._epoch_result is not None:
+                    self._epoch_result.validation = result
             try:
                 self.dispatcher.report(
                     "on_validation_end", trainer, result.merged, result.last_call
                 )
             finally:  # also after Ctrl-C in a callback
                 self.validation_names.update(result.merged)
-                if len(self._result_parts) == 2:
+                if self._epoch_result is not None and self._epoch_result.validation is not None:
                     self._report_result(trainer)
         return result
 
     def _report_result(self, trainer: Trainer) -> None:
         """Pass the result of an epoch to callbacks, unless one made the call or loaded a state."""
-        if self.dispatcher.callback_list.running_hooks or not self._result_parts:
+        if self.dispatcher.callback_list.running_hooks or (result := self._epoch_result) is None:
             return
-        merged, call = self._result_parts[0]
-        if len(self._result_parts) == 1:
+        metrics, call = result.metrics, result.call
+        if (validation := result.validation) is None:
             names = self.validation_names - {NUM_SAMPLES, BATCH_COUNT}
-            merged = {name: value for name, value in merged.items() if name not in names}
+            metrics = {name: value for name, value in metrics.items() if name not in names}
         else:
-            validated, last_call = self._result_parts[1]
-            merged = {**merged, **validated}
-            call = last_call._replace(seconds=call.seconds + last_call.seconds)
-            self._result_parts = []
-        self.dispatcher.callback_list.call_hook("on_result", trainer, call, merged)
+            metrics = {**metrics, **validation.merged}
+            seconds = call.seconds + validation.last_call.seconds
+            call, self._epoch_result = validation.last_call._replace(seconds=seconds), None
+        self.dispatcher.callback_list.call_hook("on_result", trainer, call, metrics)
 
     # ---- missing validations
 
@@ -258,7 +266,8 @@ class FitLoop:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
         self._due_step = None if due is None else self.dispatcher.position.global_step
         self._num_validated_epochs = self.num_completed_epochs
-        self._result_parts = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
+        call = LastCall("train", time.time(), 0.0)
+        self._epoch_result = None if due is None else _EpochResult(due, call)
 
     # ---- checks
 
