@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd._internal.runner import Request
-
-if TYPE_CHECKING:
-    from raysgd.data import Dataset
+from raysgd.data import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
