@@ -47,6 +47,8 @@ class OperatorRunner(Runner, ABC):
         self.control = LoopControl()
         self.generators = RandomGenerators()
         self._metric_reader = MetricReader()
+        self.restoring = contextlib.ExitStack()
+        """Restores what the runner changes in the process, which may be the user's."""
 
     # ---- lifecycle
 
@@ -109,6 +111,7 @@ class OperatorRunner(Runner, ABC):
         if self._loop is not None:
             self._train_state.data.end_processes()
         self._loop = None
+        self.restoring.close()
 
     def unpicklable_argument(self) -> str:
         config, _ = find_unpicklable(self._options.config)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
@@ -21,7 +20,6 @@ class TFRunner(OperatorRunner):
     """Runs one operator. `setup` imports TensorFlow after the environment is set."""
 
     _options: TFOptions
-    _restorers: Sequence[Callable[[], None]] = ()  # of what `setup` changes in the process
 
     # ---- lifecycle
 
@@ -52,11 +50,10 @@ class TFRunner(OperatorRunner):
 
         # dtype_policy() would set a missing policy, and set_floatx in `setup` would come too late.
         policy = global_state.get_global_attribute("dtype_policy")
-        self._restorers = [
-            partial(keras.config.set_floatx, keras.config.floatx()),
-            partial(global_state.set_global_attribute, "dtype_policy", policy),
-            partial(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly()),
-        ]
+        restore = self.restoring.callback
+        restore(keras.config.set_floatx, keras.config.floatx())
+        restore(global_state.set_global_attribute, "dtype_policy", policy)
+        restore(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
         options = self._options
         if not (context.in_driver or options.forms_group_with_tensorflow):
             _set_threads(context)
@@ -69,11 +66,6 @@ class TFRunner(OperatorRunner):
         operator = build_operator(operator_cls, config, TFSettings(**arguments))
         self.generators = KerasRandomGenerators(operator)
         self.start_operator(operator, KerasStateAccess(operator._train_state))
-
-    def teardown(self) -> None:
-        super().teardown()
-        for restore in self._restorers:  # the process may be the user's
-            restore()
 
     # ---- answers to requests
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -34,8 +33,6 @@ class TorchRunner(OperatorRunner):
     def __init__(self, options: TorchOptions) -> None:
         super().__init__(options)
         self.generators = TorchRandomGenerators()
-        self._restore_arithmetic = contextlib.ExitStack()
-        """Restores the settings of PyTorch that equal bits change."""
 
     # ---- lifecycle
 
@@ -67,14 +64,10 @@ class TorchRunner(OperatorRunner):
         operator = build_operator(operator_cls, config, TorchSettings(device=device, **arguments))
         self.start_operator(operator, TorchStateAccess(operator._train_state))
 
-    def teardown(self) -> None:
-        super().teardown()
-        self._restore_arithmetic.close()  # the process may be the user's
-
     def _fix_arithmetic(self, num_threads: int) -> None:
         """Make the results of operations reproducible until `teardown`."""
-        self._restore_arithmetic.close()
-        restore, cudnn = self._restore_arithmetic.callback, torch.backends.cudnn
+        self.restoring.close()
+        restore, cudnn = self.restoring.callback, torch.backends.cudnn
         restore(torch.set_num_threads, torch.get_num_threads())
         restore(
             torch.use_deterministic_algorithms,
