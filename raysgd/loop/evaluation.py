@@ -151,7 +151,7 @@ class Evaluation:
 
 
 @dataclass(eq=False, repr=False)
-class _EvaluationBatches:
+class _EvaluationBatches(Iterator[Any]):
     """An iterator that counts its batches and can be interrupted."""
 
     source: BatchSource
@@ -169,9 +169,6 @@ class _EvaluationBatches:
         if self.batch is None:
             return f"when reading batch {self.num_finished_steps + 1}"
         return f"in batch {self.num_finished_steps}, {describe(self.batch)}"
-
-    def __iter__(self) -> _EvaluationBatches:
-        return self
 
     def __next__(self) -> Any:
         self.control.raise_if_interrupted()

@@ -22,7 +22,7 @@ _NO_BATCH = object()
 
 
 @dataclass(eq=False, repr=False)
-class Segment:
+class Segment(Iterator[Any]):
     """Yields its batches to ``train_epoch``, and commits each update when the next one begins.
 
     The request for the next batch shows that the previous update is done. Therefore loops of users
@@ -69,9 +69,6 @@ class Segment:
         self._drawn: list[Any] = []
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()  # not yet yielded
         self._prefetched: Any = _NO_BATCH  # a batch of the source, until an update has it
-
-    def __iter__(self) -> Segment:
-        return self
 
     def __next__(self) -> Any:
         self.was_read = True
