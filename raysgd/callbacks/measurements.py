@@ -86,8 +86,7 @@ class LearningRateLogger(_MeasuringCallback):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        rates = trainer.apply_all_operators(lambda op: op._train_state.learning_rates())
-        return dict(rates[0])
+        return dict(trainer.apply_all_operators(lambda op: op._train_state.learning_rates())[0])
 
 
 class ModelSummary(Callback):

@@ -97,9 +97,8 @@ class KerasOptimization(UpdateFeature):
 
     def begin_micro_batch(self, update: Update) -> None:
         if update.loss_weights.num_earlier < update.micro_batch_index:
-            self._train_state.micro_batching.refuse_split(
-                "train_batch does not call self.minimize()"
-            )
+            why = "train_batch does not call self.minimize()"
+            self._train_state.micro_batching.refuse_split(why)
 
     def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over workers and update, or add them up until the last micro-batch."""
