@@ -1,11 +1,11 @@
-"""A class with one subclass is often one class. No files import each other in a circle."""
+"""Classes with one subclass, names in strings, and imports in a circle."""
 
 import ast
 import graphlib
 
 import grimp
 
-from tests.contracts.test_modes import files
+from tests.contracts.test_modes import NODES
 
 FOR_USERS = {"ImageClassifier", "text"}
 OF_TWO_LAYERS = {
@@ -20,14 +20,24 @@ VARIANTS = {"OptimizerShards", "Stream", "TorchCreators", "UserWrappedExchange"}
 
 
 def test_few_classes_have_exactly_one_subclass():
-    trees = list(map(ast.parse, files().values()))
-    classes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    classes = [node for _, node in NODES if isinstance(node, ast.ClassDef)]
     subclasses = {each.name: set() for each in classes}
     for each in classes:
         for base in each.bases:
             subclasses.get(ast.unparse(base).split(".")[-1], set()).add(each.name)
     found = {name for name, names in subclasses.items() if len(names) == 1}
     assert found == FOR_USERS | OF_TWO_LAYERS | VARIANTS
+
+
+def test_every_name_of_a_forwarded_path_is_defined():
+    stored = [n for _, n in NODES if type(getattr(n, "ctx", 0)) is ast.Store]
+    defined = {getattr(n, "attr", None) or getattr(n, "id", None) for n in stored}
+    defined |= {n.name for _, n in NODES if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    calls = [n for _, n in NODES if isinstance(n, ast.Call) and n.args]
+    firsts = [n.args[0] for n in calls if ast.unparse(n.func) in ("forward_to", "argument")]
+    paths = [first.value for first in firsts if isinstance(first, ast.Constant)]
+    assert len(paths) > 40
+    assert {name for path in paths for name in path.split(".")} <= defined
 
 
 def test_no_circle_of_files_even_for_types():

@@ -29,6 +29,9 @@ def files():
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
+NODES = [(name, node) for name, text in files().items() for node in ast.walk(ast.parse(text))]
+
+
 def test_no_other_file_names_a_mode():
     found = [
         f"{name}:{number}: {line.strip()}"
@@ -42,16 +45,13 @@ def test_no_other_file_names_a_mode():
 
 def test_no_other_code_asks_for_the_class_of_a_strategy():
     known, before = set(PORTS), set()
-    trees = [ast.parse(text) for name, text in files().items() if "strategies/" in name]
-    classes = [each for tree in trees for each in tree.body if isinstance(each, ast.ClassDef)]
+    classes = [n for file, n in NODES if "strategies/" in file and isinstance(n, ast.ClassDef)]
     while known != before:  # add the classes that derive from known ones
         before = set(known)
         known |= {c.name for c in classes if {ast.unparse(base) for base in c.bases} & known}
     assert len(known) > 8
-    for name, text in files().items():
-        if "torch/strategies/" in name:
-            continue
-        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+    for name, call in NODES:
+        if isinstance(call, ast.Call) and "torch/strategies/" not in name:
             asks = ast.unparse(call.func).split(".")[-1] in ("isinstance", "issubclass", "feature")
             names = {n.id for a in call.args for n in ast.walk(a) if isinstance(n, ast.Name)}
             assert not (asks and names & known), (name, ast.unparse(call))
@@ -59,10 +59,9 @@ def test_no_other_code_asks_for_the_class_of_a_strategy():
 
 def test_no_other_file_assigns_a_field_of_an_update():
     fields = re.compile(r"\b_?(update|optimizer_steps|loss_weights)\.\w+$")
-    trees = {name: ast.parse(text) for name, text in files().items() if "loop/update" not in name}
-    nodes = [(name, each) for name, tree in trees.items() for each in ast.walk(tree)]
-    stored = [(f, ast.unparse(n)) for f, n in nodes if type(getattr(n, "ctx", 0)) is ast.Store]
-    assert [each for each in stored if fields.search(each[1])] == []
+    stored = [(f, ast.unparse(n)) for f, n in NODES if type(getattr(n, "ctx", 0)) is ast.Store]
+    found = [f for f, assigned in stored if fields.search(assigned)]
+    assert [name for name in found if "loop/update" not in name] == []
 
 
 def test_a_decision_lists_the_private_names_of_libraries():

@@ -41,16 +41,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step_or_the_call(handled):
     assert handled == [signal.SIGINT] * 3
 
 
-def test_second_ctrl_c_does_not_wait(handled):
-    own = LoopControl()
-    with own.deferring_ctrl_c():
-        press()
-        press()
-        assert handled == [signal.SIGINT]
-    assert handled == [signal.SIGINT]
-
-
-def test_ctrl_c_between_steps_does_not_wait(handled):
+def test_ctrl_c_between_steps_and_a_second_one_do_not_wait(handled):
     own = LoopControl()
     with own.deferring_ctrl_c():
         assert own.next_batch(iter(press, 0)) is None
@@ -59,6 +50,11 @@ def test_ctrl_c_between_steps_does_not_wait(handled):
         assert handled == [signal.SIGINT]
         own.raise_if_interrupted()
     assert handled == [signal.SIGINT] * 2
+    with own.deferring_ctrl_c():
+        press()
+        press()
+        assert handled == [signal.SIGINT] * 3
+    assert handled == [signal.SIGINT] * 3
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
