@@ -15,7 +15,7 @@ import socket
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from raysgd.comm.connection import Address, Listener, add_length, connect, read, receive, send
@@ -31,7 +31,6 @@ class StoreServer:
     def __init__(self, host: str) -> None:
         self._values: dict[str, Any] = {}
         self._set_events: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._operations: dict[str, Callable[..., Awaitable[Any]]]
         self._operations = {"get": self._get, "set": self._set, "add": self._add}
         listener = Listener(host, "raysgd-store")
         self.address, self.close = listener.expect(self._answer), listener.close
