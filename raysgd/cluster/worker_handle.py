@@ -235,8 +235,7 @@ class LocalHandle(WorkerHandle):
     def __init__(self, has_thread: bool = False) -> None:
         self.location = WorkerLocation(node_id="", node_ip="127.0.0.1", in_driver=True)
         self.worker = Worker(is_remote=False)
-        name = "raysgd-worker-0"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
+        self._thread = ThreadPoolExecutor(1, "raysgd-worker-0") if has_thread else None
 
     def submit_work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         if self._thread is not None:
