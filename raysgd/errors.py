@@ -115,7 +115,7 @@ class CallbackError(RaySGDError, RuntimeError):
 class RemoteError(RaySGDError, RuntimeError):
     """Replaces an exception of a worker. Its message has the original type and text.
 
-    Used for exceptions that cannot be pickled, SystemExit, and the cause of a CollectiveError.
+    Used for exceptions that cannot be sent, SystemExit, and the cause of a CollectiveError.
     """
 
 

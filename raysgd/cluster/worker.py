@@ -65,8 +65,10 @@ class Outcome:
     min_splits: int = 0  # micro-batches per batch in the repeated call, or 0 if more do not help
 
     def unpack(self) -> Any:
-        """Return the value or the exception."""
-        return _unpack(self.payload)
+        """Return the value or the exception, as text if this process lacks its class."""
+        with contextlib.suppress(*[Exception] if self.traceback else []):
+            return _unpack(self.payload)
+        return RemoteError(self.traceback.rpartition("\n  ")[2].partition("\n")[2].strip())
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""

@@ -202,11 +202,7 @@ def test_an_error_that_is_raised_again_says_the_place_once(worker):
     assert len(error.__notes__) == 1
 
 
-@pytest.mark.parametrize(
-    "error",
-    [TwoArgumentsError("two", "parts"), PlainError(threading.Lock())],
-    ids=["unreadable", "unpicklable"],
-)
+@pytest.mark.parametrize("error", [TwoArgumentsError("two", "parts"), PlainError(threading.Lock())])
 def test_an_exception_that_cannot_be_sent_arrives_as_remote_error(worker, error):
     outcome = call(worker, fail_with(error), inline=True)
     outcome = pickle.loads(pickle.dumps(outcome))
@@ -214,6 +210,13 @@ def test_an_exception_that_cannot_be_sent_arrives_as_remote_error(worker, error)
     assert type(told) is RemoteError
     assert type(error).__name__ in str(told)
     assert told.__notes__[-1].startswith("Raised on worker ")
+
+
+def test_an_exception_whose_class_the_driver_lacks_arrives_as_text(worker, monkeypatch):
+    outcome = call(worker, fail_with(PlainError("no\nbucket")))
+    monkeypatch.delattr(f"{__name__}.PlainError")
+    told = outcome.exception()
+    assert (type(told), str(told)) == (RemoteError, f"{__name__}.PlainError: no\nbucket")
 
 
 class OwnBaseError(BaseException):
