@@ -205,10 +205,8 @@ def can_seek(dataset: Any) -> bool:
 
 
 def _has_buffer(examples: Any) -> bool:
-    inner = [
-        getattr(examples, "ex_iterable", None),
-        *(getattr(examples, "ex_iterables", None) or ()),
-    ]
+    several = getattr(examples, "ex_iterables", None) or ()
+    inner = (getattr(examples, "ex_iterable", None), *several)
     name = type(examples).__name__
     return "BufferShuffled" in name or any(_has_buffer(i) for i in inner if i is not None)
 
@@ -283,7 +281,9 @@ def checksum(value: Any, before: int = 0, in_object: bool = False) -> int:
         for item in value:
             before = checksum(item, before, in_object)
         return before
-    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
+        return checksum(value.tolist(), before, in_object)
+    if isinstance(value, np.ndarray | np.generic):
         return zlib.crc32(value.tobytes(), zlib.crc32(repr(value.shape).encode(), before))
     if hasattr(value, "tobytes"):  # such as an image
         return zlib.crc32(value.tobytes(), before)

@@ -496,7 +496,7 @@ def test_stream_that_is_shorter_than_the_position_is_an_error():
         lambda n: f"{n}",
         lambda n: [n, 2],
         lambda n: {"a": torch.tensor([n]), "b": "text"},
-        lambda n: (np.full(3, n), None),
+        lambda n: (np.full(3, n), None, np.array([f"text {n}"], dtype=object)),
         lambda n: torch.full((2,), n, dtype=torch.bfloat16),
         lambda n: [torch.tensor(n), {"x": b"%d" % n}],
     ],
