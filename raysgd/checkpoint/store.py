@@ -48,9 +48,7 @@ class CheckpointFolder:
         """Read new manifests, and forget the manifests of checkpoints that are not in `names`."""
         known = self._manifests
         self._manifests = {name: known[name] for name in names if name in known}
-        for name in names:
-            if name in known:
-                continue
+        for name in (each for each in names if each not in known):
             try:
                 manifest = read_manifest(self._folder.child(name).name)
             except UnreachableError:
