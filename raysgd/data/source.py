@@ -221,6 +221,7 @@ class BatchSource:
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
+        set_loader_epoch(self.loader, epoch)  # the length may depend on it
 
     def check_same_samples(self, collectives: Collectives) -> None:
         """Raise RuntimeError if other workers have read other samples. Every rank must call it."""

@@ -713,9 +713,10 @@ def test_an_epoch_has_the_length_that_its_sampler_has_then(make_trainer):
     before = drawn.fingerprint()
     assert indices(drawn.batches(0, 0)) == [6, 5, 4, 3, 2, 1, 0]
     assert drawn.fingerprint() == before  # that of a worker that joins
-    trainer, loader = make_trainer(), DataLoader(make_data(20), 2, sampler=Growing(2))
-    trainer.apply_all_operators(lambda operator: operator.register_data(train_loader=loader))
-    assert [trainer.train()["num_samples"] for _ in range(4)] == [2, 3, 4, 5]
+    for kind in Growing, type("Divided", (Growing,), {"num_replicas": 1}):
+        trainer, loader = make_trainer(), DataLoader(make_data(20), 2, sampler=kind(2))
+        trainer.apply_all_operators(lambda op, own=loader: op.register_data(train_loader=own))
+        assert [trainer.train()["num_samples"] for _ in range(4)] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
