@@ -363,7 +363,7 @@ def _import_beside(module: Any, name: str) -> Any:
 def _overrides(module: Any, name: str) -> bool:
     """Return whether user code overrides a method of Lightning."""
     own, base = (getattr(kind, name, None) for kind in (type(module), _base_of(type(module))))
-    return own is not base or name in vars(module)
+    return vars(module).get(name, own) not in (None, base)
 
 
 def _check_hooks(module: Any, *uncalled: str) -> None:

@@ -532,7 +532,7 @@ def several(self):
         ({}, {"scheduler": {"interval": "step"}}, ["interval='step'", "scheduler_step_freq"]),
         ({}, {"scheduler": {"monitor": "loss"}}, ["monitor='loss'", "update_scheduler"]),
         ({}, {"scheduler": {"frequency": 2}}, ["frequency=2", "scheduler_step_freq='epoch'"]),
-        ({"automatic_optimization": False}, {}, ["automatic_optimization = True"]),
+        ({"automatic_optimization": False, "on_fit_end": None}, {}, ["_optimization = True"]),
     ],
 )
 def test_unsupported_features_are_an_error(methods, config, words):
