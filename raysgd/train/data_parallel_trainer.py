@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import cloudpickle
 
 from raysgd._internal.arguments import as_dict, unknown_argument
+from raysgd._internal.nested import try_copy
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
@@ -159,7 +160,7 @@ class DataParallelTrainer:
         """Return a copy with `config` merged over ``train_loop_config``."""
         copied = copy.copy(self)
         copied.train_loop_config = {**self.train_loop_config, **config}
-        copied.run_config = copy.deepcopy(self.run_config)  # reused actors share the class
+        copied.run_config = try_copy(self.run_config)  # reused actors share the class
         return copied
 
     def _check_split(self) -> None:
@@ -187,10 +188,8 @@ class DataParallelTrainer:
     # ---- keeping and restoring
 
     def _new_folder(self) -> Path:
-        config = self.run_config
-        folder = run_folder(type(self).__name__, config.name, config.storage_path)
-        packed = self._pickle()  # pack before creating the folder, because packing may fail
-        folder = make_folder(folder)
+        packed, config = self._pickle(), self.run_config  # packing may fail: make no folder yet
+        folder = make_folder(run_folder(type(self).__name__, config.name, config.storage_path))
         write_pickle(packed, folder / _TRAINER_FILE, Manifest())
         return folder
 
