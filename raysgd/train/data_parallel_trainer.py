@@ -101,7 +101,7 @@ class DataParallelTrainer:
         report and save in step. After an error, `restore` continues from the newest checkpoint.
         """
         self.setup()
-        folder = self._restored_folder or self._new_folder()
+        folder = self._prepare_folder()
         self._restored_folder = None  # the next fit() is a new run, unless restored
         log = folder / REPORTS
         last = next(reversed(read_reports(log)), None)  # of a run that is restored
@@ -187,9 +187,10 @@ class DataParallelTrainer:
 
     # ---- keeping and restoring
 
-    def _new_folder(self) -> Path:
+    def _prepare_folder(self) -> Path:
         packed, config = self._pickle(), self.run_config  # packing may fail: make no folder yet
-        folder = make_folder(run_folder(type(self).__name__, config.name, config.storage_path))
+        if (folder := self._restored_folder) is None:
+            folder = make_folder(run_folder(type(self).__name__, config.name, config.storage_path))
         write_pickle(packed, folder / _TRAINER_FILE, Manifest())
         return folder
 

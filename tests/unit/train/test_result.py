@@ -30,9 +30,10 @@ def test_a_result_has_the_last_report_also_of_an_earlier_life(path, monkeypatch,
     executor = MagicMock(**{"fetch_next_result.side_effect": [*reports, None]})
     monkeypatch.setattr(DataParallelTrainer, "create_executor", lambda trainer: executor)
     path.write_text('{"n": 1}\n')
-    trainer = DataParallelTrainer(print)
+    trainer = DataParallelTrainer(print, train_loop_config={"lr": 0.5})
     trainer._restored_folder = path.parent
     assert trainer.fit().metrics == last
+    assert DataParallelTrainer.restore(path.parent).train_loop_config == {"lr": 0.5}
 
 
 def test_a_restored_run_continues_after_the_last_complete_report(path):

@@ -128,7 +128,7 @@ def run_config(tmp_path):
 
 
 def test_arguments_for_a_restored_run_are_checked_as_well(tmp_path, run_config):
-    DataParallelTrainer(lambda: 1, run_config=run_config)._new_folder()
+    DataParallelTrainer(lambda: 1, run_config=run_config)._prepare_folder()
     for arguments, match in (WRONG_KINDS[0], ({"scalling_config": 1}, "mean 'scaling_config'")):
         with pytest.raises(TypeError, match=match):
             DataParallelTrainer.restore(tmp_path / "run", **arguments)
@@ -145,7 +145,7 @@ def test_restore_takes_the_function_and_its_config_by_position(tmp_path, run_con
     def second(config):
         pass
 
-    DataParallelTrainer(first, train_loop_config={"a": 1}, run_config=run_config)._new_folder()
+    DataParallelTrainer(first, train_loop_config={"a": 1}, run_config=run_config)._prepare_folder()
     changed = DataParallelTrainer.restore(tmp_path / "run", second, {"a": 2})
     assert changed.train_loop_per_worker is second
     assert changed.train_loop_config == {"a": 2}
@@ -160,7 +160,7 @@ def test_a_run_is_stored_without_callbacks_that_cannot_be_pickled(tmp_path, run_
     callback = PrintCallback()
     callback.lock = threading.Lock()
     run_config.callbacks = [callback]
-    DataParallelTrainer(lambda: 1, run_config=run_config, datasets={"a": [1]})._new_folder()
+    DataParallelTrainer(lambda: 1, run_config=run_config, datasets={"a": [1]})._prepare_folder()
     assert "Pass them again to restore(path" in caplog.text
     assert run_config.callbacks == [callback]
     restored = DataParallelTrainer.restore(tmp_path / "run")
@@ -182,7 +182,7 @@ def test_what_cannot_be_stored_is_named_and_leaves_no_folder(
         run_config=run_config,
     )
     with pytest.raises(TypeError, match=rf"but {name} cannot be pickled: .*lock"):
-        trainer._new_folder()
+        trainer._prepare_folder()
     assert not (tmp_path / "run").exists()
 
 
