@@ -280,7 +280,7 @@ class _Passes:
 
     def has_trained_since(self, num_before: int | None) -> bool:
         """Return whether the workers have trained since there were `num_before` collectives."""
-        return num_before is None or num_before < (self.num_collectives() or 0)
+        return num_before is None or num_before != self.num_collectives()
 
 
 class _WorkerSampler(DistributedSampler[Any]):
