@@ -62,7 +62,7 @@ class NativeAmp(Precision):
         if self.scaler is None or not self._has_gradients(optimizer):
             optimizer.step()
             return
-        self._is_checked = True
+        self.unscale(optimizer)  # also for fused optimizers, whose hooks would see scaled gradients
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         if all(id(registered) in self._stepped for registered in self._optimizers):
