@@ -189,13 +189,6 @@ class StepChecks(UpdateFeature):
         watched = self._registered.optimizers if is_watched else ()
         self._watched = {id(o): TensorVersions(partial(_gradients_of, o)) for o in watched}
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Unscale gradients for user code. Return False before the last micro-batch."""
-        if self._registered.update.in_last_micro_batch:
-            self._precision.unscale(optimizer)
-            self._watched.pop(id(optimizer), None)
-        return self._registered.update.in_last_micro_batch
-
     def _have_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether user code has changed gradients since a loss, for example by clipping.
 

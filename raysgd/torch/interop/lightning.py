@@ -68,6 +68,10 @@ class LightningMethods(_Base):  # type: ignore[misc]
             module.configure_model()
             self.register_data(**loaders)
             optimizers, schedulers = self._configure_optimizers()
+            # The hook sees the gradients of all workers and parts of a batch.
+            optimizers[0].register_step_pre_hook(
+                lambda optimizer, *_: module.on_before_optimizer_step(optimizer)
+            )
             self.model, self.optimizer, *_ = self.register(
                 models=module, optimizers=optimizers[0], schedulers=schedulers or None
             )
@@ -226,8 +230,6 @@ class LightningMethods(_Base):  # type: ignore[misc]
         module.on_before_backward(loss)
         self.backward(loss, num_samples=count)
         module.on_after_backward()
-        if self._update_features.checks.unscale(self.optimizer):
-            module.on_before_optimizer_step(self.optimizer)
         if self.optimizer_step(self.optimizer):
             module.on_before_zero_grad(self.optimizer)
         if update.micro_batch.ends_step:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TrainingOperator
+from raysgd import EqualBits, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_workers
@@ -464,6 +464,16 @@ def test_hooks_of_the_update_run_once_for_a_batch_in_parts():
     assert in_parts.calls.count("on_before_backward") == 20
     batch = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
     assert [in_parts.calls.count(hook) for hook in (*batch, "on_before_zero_grad")] == [10] * 4
+
+
+def test_hooks_of_the_update_see_the_sum_of_all_shards():
+    trained = []
+    for exact, size in ((None, 8), (EqualBits(2), 4)):
+        operator_cls = TrainingOperator.from_ptl(Clipping, train_dataloader=loader(size))
+        trainer = local(operator_cls, {"lr": 0.1}, exact=exact, scheduler_step_freq="epoch")
+        trainer.train()
+        trained.append(flat(trainer.get_model().layer))
+    torch.testing.assert_close(*trained)
 
 
 def test_workers_average_gradients(process_group):
