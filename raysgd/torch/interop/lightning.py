@@ -195,9 +195,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
         module = self.module
         begins = not self._has_started or self._train_state.position.offset == 0
         with self._attach_trainer(training=True) as stand_in:
-            if not self._train_state.keeps_modes:
+            if begins and not self._train_state.keeps_modes:
                 self.train_mode(True)  # before the hooks, which may change modes
-                self._train_state.keeps_modes = True
+            self._train_state.keeps_modes = True
             if not self._has_started:
                 self._has_started = True
                 module.on_train_start()

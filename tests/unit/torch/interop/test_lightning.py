@@ -366,8 +366,10 @@ def test_hooks_are_called_in_the_order_of_lightning():
     assert calls == ["on_train_start", "on_train_epoch_start", *batch]
     state = trainer.state_dict()
     calls.clear()
+    layer = trainer.get_local_operator().module.layer.eval()  # as a hook of the epoch may do
     trainer.train()
     assert calls == [*batch, "on_train_epoch_end"]
+    assert not layer.training
     calls.clear()
     trainer.validate()
     names = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
