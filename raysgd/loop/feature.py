@@ -30,7 +30,7 @@ class UpdateFeature:
 
     - The methods of the update. It may exchange held metrics, call `mark_bad` before an update that
       must not be applied, begin and end steps in `optimizer_steps`, and call `set_damaged` if it
-      cannot restore what has changed. `skip_step_without_items` is for exchanges that count items.
+      cannot restore what has changed. `LossWeights.set_total_items` is for exchanges that count.
     - The buffers. It may write their copies back if an update is not applied, and take
       new copies after it has changed buffers.
     - The optimizers. It may register hooks of their steps, for what the updates themselves do.

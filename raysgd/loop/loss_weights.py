@@ -83,6 +83,7 @@ class LossWeights:
         self.awaits_count = True  # the next loss sets the count of the micro-batch
         self._count, self._items, self._items_so_far = LossCount(), 0.0, 0.0  # up to the newest
         self._divisor = 1.0  # total or planned total of the newest losses
+        self.exchange_factor = 1.0  # of all gradients, if the exchange divides by counts
 
     def begin_generation(self) -> None:
         """Forget the expected total, because new workers must use the same number."""
@@ -97,9 +98,10 @@ class LossWeights:
         # micro-batches, the losses of all optimizers share the count of the first.
         self.awaits_count = self.awaits_count or not self.num_earlier
 
-    def skip_step_without_items(self, num_items: float) -> None:
-        """Skip the next step of an optimizer if the exchange has counted no items."""
+    def set_total_items(self, num_items: float) -> None:
+        """Set the total that the exchange has counted. Without items, skip the next step."""
         self.lack_items = not num_items
+        self.exchange_factor = (self._update.plan.total_samples or 1) / (num_items or 1)
 
     @property
     def uses_backward(self) -> bool:

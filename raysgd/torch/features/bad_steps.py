@@ -79,6 +79,7 @@ class BadStepFilter(UpdateFeature):
         if is_finite and spike is None and registered.placement.replicates:
             return
         loss = exchange.all_reduce_sum(float(self._loss_term)) / self._averaging_size
+        loss *= update.loss_weights.exchange_factor
         usual, kind = statistics.median(self._losses or [math.inf]), _GOOD
         if not is_finite:
             kind = _GRADIENT if math.isfinite(loss) else _LOSS

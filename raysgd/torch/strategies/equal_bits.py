@@ -226,10 +226,8 @@ class EqualBitsExchange(GroupExchange):
         total = sum_over_workers(collected.tree, self._num_parts, partition.shares)
         if update.loss_weights.counted_items is not None:
             *total, count = total
-            num_items = count.item()
-            update.loss_weights.skip_step_without_items(num_items)
-            if num_items:
-                multiply_all(total, (update.plan.total_samples or 1) / num_items)
+            update.loss_weights.set_total_items(count.item())
+            multiply_all(total, update.loss_weights.exchange_factor)
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):
             # Sums of workers have another layout, which may change the order of later sums.
             parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None
