@@ -301,6 +301,7 @@ HALF = PRECISIONS[1]
         (zeroing_between, {"steps": 2}, {}, "removed accumulated gradients"),
         (backward_by_hand, {"steps": 2}, {}, "not call self.backward\\(loss\\) for every batch"),
         (without_step, {"steps": 2}, {}, "no update in the last batch"),
+        (without_step, {}, {"exact": "bits"}, "no update in the last batch"),
     ],
 )
 def test_step_that_bypasses_the_helpers_is_an_error(function, config, precision, message):
