@@ -25,6 +25,7 @@ ORDERS = (
     ("exchange", "Optimization", "begin_micro_batch: it may discard gradients that others keep"),
     ("Optimization", "StepChecks", "begin_micro_batch: kept gradients are no error"),
     ("exchange", "BufferCopies", "commit: it may restore buffers"),
+    ("StepChecks", "WeightAveraging", "commit: an update may keep gradients for the next one"),
     ("BadStepFilter", "GradientNorms", "before_optimizer_step: it judges unclipped gradients"),
     ("BadStepFilter", "Rollback", "before_optimizer_step: it says what to restore"),
     ("exchange", "ReplicaGuard", "sync_initial_state, sync_buffers: all have equal buffers first"),
@@ -37,10 +38,10 @@ class OperatorFeatures:
     """The features that an operator or a callback calls itself."""
 
     def __init__(self, registered: RegisteredObjects) -> None:
-        self.checks = StepChecks(registered)  # which the next two call too
+        self.checks = StepChecks(registered)  # which the next three use too
         self.optimization = Optimization(registered, self.checks)
         self.schedules = Schedules(registered, self.checks)
-        self.averaging = WeightAveraging(registered)
+        self.averaging = WeightAveraging(registered, self.checks)
         self.unregistered_tensors = UnregisteredTensors(registered)
 
 

@@ -204,6 +204,7 @@ class Optimization(UpdateFeature):
         steps = self._registered.update.optimizer_steps
         if steps.running_optimizer is None:  # in a method such as SAM's
             self._checks.check_direct_step(optimizer)
+            steps.counts[id(optimizer)] += 1
         self._registered.exchange.complete_gradients(optimizer)
 
     # ---- the end of an update, and of a call

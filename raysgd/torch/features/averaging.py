@@ -15,6 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
+from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.object_states import model_problem
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
@@ -28,8 +29,8 @@ class WeightAveraging(UpdateFeature):
     Each worker has the averages on its device, and all workers make the same updates.
     """
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered = registered
+    def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
+        self._registered, self._checks = registered, checks
         self.averages: list[dict[str, torch.Tensor]] | None = None
         """Averages of each model, by parameter name. None before a callback requests averages."""
         self._decay: float | None = None
@@ -90,7 +91,8 @@ class WeightAveraging(UpdateFeature):
         self._count += 1
 
     def commit(self, update: Update) -> None:
-        is_applied = not (update.optimizer_steps.are_skipped or update.bad_step)
+        is_skipped = update.optimizer_steps.are_skipped or self._checks.keeps_gradients
+        is_applied = not (is_skipped or update.bad_step)
         if self.averages is not None and self._decay is not None and is_applied:
             self._update_averages()
 

@@ -32,7 +32,7 @@ class StepChecks(UpdateFeature):
         self._refuse_split = registered.refuse_split
         self._watched: dict[int, TensorVersions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
-        self._keeps_gradients = False  # train_batch itself accumulates them
+        self.keeps_gradients = False  # for the next update: train_batch accumulates them itself
         self._collective = ""  # that train_batch calls
         if registered.settings.context.distributed:
             collectives.watch_user_code(self._refuse_collective)
@@ -57,7 +57,7 @@ class StepChecks(UpdateFeature):
         self._watched.clear()
         registered, why = self._registered, ""
         steps, losses = update.optimizer_steps, update.loss_weights
-        self._keeps_gradients = not steps.counts and any(map(_has_gradients, registered.optimizers))
+        self.keeps_gradients = not steps.counts and any(map(_has_gradients, registered.optimizers))
         if self._collective or registered.options.elastic.shares != "even":
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
@@ -76,13 +76,13 @@ class StepChecks(UpdateFeature):
 
     def roll_back(self, update: Update) -> None:
         self._watched.clear()
-        if self._keeps_gradients:
+        if self.keeps_gradients:
             self._registered.warn_once(
                 "kept",
                 "A step failed, and the gradients that train_batch kept from earlier batches are "
                 "lost. To accumulate gradients, use register(gradient_accumulation_steps=...).",
             )
-            self._keeps_gradients = False
+            self.keeps_gradients = False
 
     # ---- within a micro-batch
 

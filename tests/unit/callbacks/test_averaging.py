@@ -66,6 +66,24 @@ def test_the_average_is_that_of_torch_and_is_what_is_validated(make_trainer, ave
     assert torch.equal(weights(operator.model), trained), "training continues with the weights"
 
 
+class Accumulating(Recorder):
+    """Keeps the gradients of every other batch. An optimizer makes the steps of another one."""
+
+    def register(self, *, models, optimizers, **given):
+        outer = torch.optim.SGD(models.parameters())
+        outer.base = optimizers
+        return super().register(models=models, optimizers=outer, **given)
+
+    def optimizer_step(self, optimizer):
+        return self.global_step % 2 and optimizer.base.step()
+
+
+def test_only_updates_change_an_average(make_trainer):
+    trainer = make_trainer(Accumulating, CONFIG, callbacks=[EMA(0.7)])
+    trainer.train()
+    assert trainer.state_dict()["averages"]["count"] == trainer.global_step // 2 > 0
+
+
 def test_weights_are_validated_before_there_is_an_average(make_trainer):
     plain = make_trainer(Recorder, CONFIG).fit(3)
     averaged = make_trainer(Recorder, CONFIG, callbacks=[SWA(2)]).fit(3)
@@ -137,7 +155,7 @@ def test_validation_with_averages_restores_shared_parameters():
     shared = torch.nn.Linear(2, 2)
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
     state = SimpleNamespace(models=models, optimizers=[], has_all_parameters=True)
-    averages = WeightAveraging(state)
+    averages = WeightAveraging(state, SimpleNamespace(keeps_gradients=False))
     starts = [averages.start(0.5, epoch) or averages.user_settings() for epoch in (2, 1)]
     assert starts[0] != starts[1]  # so that a restart does not undo the change
     averages.commit(Update())
