@@ -67,6 +67,7 @@ class Optimization(UpdateFeature):
         self._in_optimizer_step = False  # and not in ``optimizer.step()`` of user code
         self._newest_finished: torch.optim.Optimizer | None = None  # since `step` began
         self._has_stepped = False  # an optimizer, or one that it wraps
+        self._loss_weight = 1.0  # of the newest loss
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
 
@@ -121,6 +122,7 @@ class Optimization(UpdateFeature):
         else:
             for feature in registered.features_with["filter_loss"]:
                 loss = feature.filter_loss(update, loss, factors)
+        self._loss_weight = factors.loss
         loss = loss if factors.loss == 1.0 else loss * factors.loss
         registered.precision.backward(loss, update.in_last_micro_batch)
         self._checks.after_backward()
@@ -180,6 +182,7 @@ class Optimization(UpdateFeature):
             return args, kwargs
 
         def averaging() -> Any:
+            self._loss_weight = 1.0
             loss = closure()
             exchange.complete_gradients(optimizer)
             weights = update.loss_weights
@@ -187,8 +190,9 @@ class Optimization(UpdateFeature):
                 optimizer.zero_grad(set_to_none=True)
             if not isinstance(loss, torch.Tensor):
                 return loss
-            # A line search must take the same steps on all workers.
-            return loss.new_tensor(exchange.all_reduce_sum(loss.item()) / exchange.averaging_size)
+            # A line search must take the same steps on all workers. Without items, it may be NaN.
+            local = loss.item() * self._loss_weight if self._loss_weight else 0.0
+            return loss.new_tensor(exchange.all_reduce_sum(local) / exchange.averaging_size)
 
         return args[:1], {**kwargs, "closure": averaging}
 

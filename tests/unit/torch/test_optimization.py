@@ -392,6 +392,22 @@ def test_optimizer_that_needs_a_closure_is_refused_with_the_way(make_trainer):
         make_trainer(Closing).train()
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_loss_of_a_closure_is_the_mean_over_the_items_of_all_workers(monkeypatch, count):
+    operator = run_operator(Classifier)
+    exchange = operator._train_state.registered.exchange
+    monkeypatch.setattr(type(exchange), "averaging_size", 2)
+    of_other = iter([1.0, 0.0])  # items and loss of the other worker
+    monkeypatch.setattr(exchange, "all_reduce_sum", lambda number: number + next(of_other))
+
+    def compute():
+        loss = operator.model(BATCH[0]).sum() * 0 + (2.0 if count else float("nan"))
+        operator.backward(loss, num_samples=count)
+        return loss
+
+    assert operator.optimizer.step(compute) == pytest.approx(2.0 * count / (count + 1))
+
+
 # ---- gradients that user code changes before the update
 
 
