@@ -56,8 +56,10 @@ class MicroBatching(UpdateFeature):
                 self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
-    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
-        """Return the micro-batches of a batch. The default is one."""
+    def split_batch(
+        self, batch: Any, micro_batch: MicroBatch, num_collated: int | None, may_split: bool
+    ) -> SplitBatch:
+        """Return the micro-batches of a batch of `num_collated` samples. The default is one."""
         return [(batch, micro_batch)]
 
     def choose_split(self, error: BaseException, batch: Any, may_split: bool) -> int:

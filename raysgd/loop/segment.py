@@ -125,8 +125,8 @@ class Segment(Iterator[Any]):
         if number < len(planned) and not self.source.is_partitioned:
             self._prefetch()  # the loader may end before its claimed length
         self.batch = batch
-        split_batch = train_state.micro_batching.split_batch
-        self._micro_batches.extend(split_batch(batch, planned[number - 1], self.may_split))
+        arguments = batch, planned[number - 1], self.source.num_collated, self.may_split
+        self._micro_batches.extend(train_state.micro_batching.split_batch(*arguments))
 
     def _prefetch(self) -> None:
         """Prefetch a batch, unless any rank has no more batches."""

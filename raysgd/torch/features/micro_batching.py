@@ -46,10 +46,12 @@ class TorchMicroBatching(MicroBatching):
         """Minimum number of samples. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
-    def split_batch(self, batch: Any, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
+    def split_batch(
+        self, batch: Any, micro_batch: MicroBatch, num_collated: int | None, may_split: bool
+    ) -> SplitBatch:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         unsplit = [(copy_containers(batch), micro_batch)]
-        self._num_samples = micro_batch.num_samples or 0
+        self._num_samples = num_collated or micro_batch.num_samples or 0
         if self.num_splits == 1 or not (may_split and self._settings.options.split_on_oom):
             return unsplit
         rows = num_rows(batch, self._num_samples)

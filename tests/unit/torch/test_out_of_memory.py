@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
@@ -428,6 +428,28 @@ CLIPS = list(torch.ones(4, 10, 3))
 )
 def test_other_batches_are_not_split(batch):
     assert num_rows(batch, samples=4) == 0
+
+
+def test_time_is_not_split_in_batches_of_a_batch_sampler():
+    class Batches(BatchSampler):
+        """For example, one that groups samples of similar lengths."""
+
+    class Failing(Classifier):
+        def setup(self, config):
+            super().setup(config)
+            loader = DataLoader(CLIPS, batch_sampler=Batches(range(4), 4, False), collate_fn=join)
+            self.register_data(train_loader=loader)
+
+        def train_batch(self, batch, batch_info):
+            raise MemoryError
+
+    with local(Failing) as trainer, pytest.raises(MemoryError) as caught:
+        trainer.train()
+    assert "the batch cannot be split" in notes_of(caught.value)
+
+
+def join(clips):
+    return torch.stack(clips, dim=1)
 
 
 # ---- on a GPU
