@@ -91,9 +91,8 @@ class WeightAveraging(UpdateFeature):
         self._count += 1
 
     def commit(self, update: Update) -> None:
-        is_skipped = update.optimizer_steps.are_skipped or self._checks.keeps_gradients
-        is_applied = not (is_skipped or update.bad_step)
-        if self.averages is not None and self._decay is not None and is_applied:
+        why_not = update.optimizer_steps.are_skipped, update.bad_step, self._checks.keeps_gradients
+        if self.averages is not None and self._decay is not None and not any(why_not):
             self._update_averages()
 
     def end_epoch(self, epoch: int) -> None:

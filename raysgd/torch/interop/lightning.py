@@ -69,17 +69,13 @@ class LightningMethods(_Base):  # type: ignore[misc]
             self.register_data(**loaders)
             optimizers, schedulers = self._configure_optimizers()
             # The hook sees the gradients of all workers and parts of a batch.
-            optimizers[0].register_step_pre_hook(
-                lambda optimizer, *_: module.on_before_optimizer_step(optimizer)
-            )
+            optimizers[0].register_step_pre_hook(lambda o, *_: module.on_before_optimizer_step(o))
             self.model, self.optimizer, *_ = self.register(
                 models=module, optimizers=optimizers[0], schedulers=schedulers or None
             )
             self.schedulers = schedulers
             self._stand_in.optimizers.append(self.optimizer)
-            self._stand_in.lr_scheduler_configs = [
-                SimpleNamespace(scheduler=each) for each in schedulers
-            ]
+            self._stand_in.lr_scheduler_configs = [SimpleNamespace(scheduler=s) for s in schedulers]
             module.on_fit_start()
         unused.discard("max_epochs")
         if unused and self.world_rank == 0:

@@ -53,16 +53,16 @@ class NativeAmp(Precision):
         """Divide the gradients by the scale once, and check them for overflows."""
         if self.scaler is None or id(optimizer) in self._unscaled:
             return
-        if self._has_gradients(optimizer):
+        if any(p.grad is not None for p in self.parameters(optimizer)):  # otherwise, it would raise
             self._is_checked = True  # set this first, because unscale_ may raise halfway
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.scaler is None or not self._has_gradients(optimizer):
+        self.unscale(optimizer)  # also for fused optimizers, whose hooks would see scaled gradients
+        if self.scaler is None or id(optimizer) not in self._unscaled:
             optimizer.step()
             return
-        self.unscale(optimizer)  # also for fused optimizers, whose hooks would see scaled gradients
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         if all(id(registered) in self._stepped for registered in self._optimizers):
@@ -105,7 +105,3 @@ class NativeAmp(Precision):
                 f"Cannot load {_KEY!r} of the state: {saved!r} is not a dict with the "
                 f"numbers of a GradScaler: {', '.join(keys)}."
             )
-
-    def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether any gradient exists; GradScaler raises if there is none."""
-        return any(parameter.grad is not None for parameter in self.parameters(optimizer))

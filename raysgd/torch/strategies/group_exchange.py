@@ -38,8 +38,7 @@ class GroupExchange(GradientExchange):
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
-        models = self._registered.models
-        self._registered.models = [wrapped.get(id(model), model) for model in models]
+        self._registered.models = [wrapped.get(id(m), m) for m in self._registered.models]
 
     def check_parameters(self) -> None:
         models = list(map(without_ddp, self._registered.models))

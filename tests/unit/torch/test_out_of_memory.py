@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -430,14 +431,16 @@ def test_other_batches_are_not_split(batch):
     assert num_rows(batch, samples=4) == 0
 
 
-def test_time_is_not_split_in_batches_of_a_batch_sampler():
-    class Batches(BatchSampler):
-        """For example, one that groups samples of similar lengths."""
+class Batches(BatchSampler):
+    """For example, one that groups samples of similar lengths."""
 
+
+def test_time_is_not_split_in_batches_of_a_batch_sampler():
     class Failing(Classifier):
         def setup(self, config):
             super().setup(config)
-            loader = DataLoader(CLIPS, batch_sampler=Batches(range(4), 4, False), collate_fn=join)
+            batches, join = Batches(range(4), 4, False), partial(torch.stack, dim=1)
+            loader = DataLoader(CLIPS, batch_sampler=batches, collate_fn=join)
             self.register_data(train_loader=loader)
 
         def train_batch(self, batch, batch_info):
@@ -446,10 +449,6 @@ def test_time_is_not_split_in_batches_of_a_batch_sampler():
     with local(Failing) as trainer, pytest.raises(MemoryError) as caught:
         trainer.train()
     assert "the batch cannot be split" in notes_of(caught.value)
-
-
-def join(clips):
-    return torch.stack(clips, dim=1)
 
 
 # ---- on a GPU

@@ -462,20 +462,13 @@ def test_hooks_of_the_update_run_once_for_a_batch_in_parts():
         workers.train(10)
         found.append(workers.members[0].operator)
     whole, in_parts = (operator.module for operator in found)
+    with_shards = local(operator_cls, config, exact=EqualBits(2), scheduler_step_freq="batch")
+    with_shards.train(num_steps=10)
+    torch.testing.assert_close(flat(with_shards.get_model()), flat(whole))
     torch.testing.assert_close(flat(in_parts), flat(whole))
     assert in_parts.calls.count("on_before_backward") == 20
     batch = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
     assert [in_parts.calls.count(hook) for hook in (*batch, "on_before_zero_grad")] == [10] * 4
-
-
-def test_hooks_of_the_update_see_the_sum_of_all_shards():
-    trained = []
-    for exact, size in ((None, 8), (EqualBits(2), 4)):
-        operator_cls = TrainingOperator.from_ptl(Clipping, train_dataloader=loader(size))
-        trainer = local(operator_cls, {"lr": 0.1}, exact=exact, scheduler_step_freq="epoch")
-        trainer.train()
-        trained.append(flat(trainer.get_model().layer))
-    torch.testing.assert_close(*trained)
 
 
 def test_workers_average_gradients(process_group):
