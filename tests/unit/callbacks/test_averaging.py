@@ -66,24 +66,6 @@ def test_the_average_is_that_of_torch_and_is_what_is_validated(make_trainer, ave
     assert torch.equal(weights(operator.model), trained), "training continues with the weights"
 
 
-class Accumulating(Recorder):
-    """Keeps the gradients of every other batch. An optimizer makes the steps of another one."""
-
-    def register(self, *, models, optimizers, **given):
-        outer = torch.optim.SGD(models.parameters())
-        outer.base = optimizers
-        return super().register(models=models, optimizers=outer, **given)
-
-    def optimizer_step(self, optimizer):
-        return self.global_step % 2 and optimizer.base.step()
-
-
-def test_only_updates_change_an_average(make_trainer):
-    trainer = make_trainer(Accumulating, CONFIG, callbacks=[EMA(0.7)])
-    trainer.train()
-    assert trainer.state_dict()["averages"]["count"] == trainer.global_step // 2 > 0
-
-
 def test_weights_are_validated_before_there_is_an_average(make_trainer):
     plain = make_trainer(Recorder, CONFIG).fit(3)
     averaged = make_trainer(Recorder, CONFIG, callbacks=[SWA(2)]).fit(3)

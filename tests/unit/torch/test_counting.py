@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
@@ -67,7 +67,8 @@ class Counts(TrainingOperator):
     def setup(self, config):
         register_with_sgd(self, make_model(), gradient_accumulation_steps=2)
         self.criterion = config["criterion"]
-        loader = DataLoader(range(NUM_SAMPLES), batch_size=4, collate_fn=config["collate"])
+        given = {"batch_sampler": config["batches"]} if config.get("batches") else {"batch_size": 4}
+        loader = DataLoader(range(NUM_SAMPLES), collate_fn=config["collate"], **given)
         if config.get("is_stream"):
             loader = list(loader)
         self.register_data(train_loader=loader, validation_loader=loader)
@@ -153,14 +154,21 @@ def test_masked_labels_without_a_count_are_one_warning(counts, steps, warns, cap
     assert has_masked_labels({"target": LABELS[0]})
 
 
-def test_batch_info_has_the_number_of_samples(make_trainer):
+class Batches(BatchSampler):
+    """For example, one that groups samples of similar lengths."""
+
+
+@pytest.mark.parametrize("batches", [None, Batches(range(NUM_SAMPLES), 4, False)])
+def test_batch_info_has_the_number_of_samples(make_trainer, batches):
     class Notes(Counts):
         def train_batch(self, batch, batch_info):
             counts.append(batch_info["num_samples"])
+            assert len(batch[0]) == 5  # the time is not split
             return super().train_batch(batch, batch_info)
 
     counts = []
-    trainer = make_trainer(Notes, {"collate": time_major, "criterion": squares})
+    config = {"collate": time_major, "criterion": squares, "batches": batches}
+    trainer = make_trainer(Notes, config)
     trainer.train()
     trainer.get_local_operator()._train_state.micro_batching.increase_split(2)
     trainer.train()

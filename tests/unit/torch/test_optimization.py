@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig
+from raysgd.callbacks import EMA
 from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.testing import run_operator
 from tests.operators import Adversaries, Classifier, local, parameters
@@ -234,57 +235,41 @@ def with_train_batch(function):
     return type("Custom", (Accumulating,), {"train_batch": function})
 
 
-def by_hand(self, batch, batch_info):
-    self.optimizer.zero_grad()
-    self.criterion(self.model(batch[0]), batch[1]).backward()
-    self.optimizer.step()
-    return {}
+ACTIONS = {
+    "zero": lambda operator, batch: operator.optimizer.zero_grad(),
+    "backward": lambda operator, batch: operator.backward(loss_of(operator, batch)),
+    "raw backward": lambda operator, batch: loss_of(operator, batch).backward(),
+    "step": lambda operator, batch: operator.optimizer_step(operator.optimizer),
+    "raw step": lambda operator, batch: operator.optimizer.step(),
+}
 
 
-def half_by_hand(self, batch, batch_info):
-    self.backward(self.criterion(self.model(batch[0]), batch[1]))
-    self.optimizer.step()
-    return {}
+def loss_of(operator, batch):
+    return operator.criterion(operator.model(batch[0]), batch[1])
 
 
-def zeroing(self, batch, batch_info):
-    self.optimizer.zero_grad()
-    self.backward(self.criterion(self.model(batch[0]), batch[1]))
-    self.optimizer_step(self.optimizer)
-    return {}
+def steps_of(*actions):
+    """Return a ``train_batch``."""
+
+    def train_batch(self, batch, batch_info):
+        for action in actions:
+            ACTIONS[action](self, batch)
+        return {}
+
+    return train_batch
 
 
-def twice(self, batch, batch_info):
-    for _ in range(2):
-        self.backward(self.criterion(self.model(batch[0]), batch[1]))
-        self.optimizer_step(self.optimizer)
-    return {}
+by_hand = steps_of("zero", "raw backward", "raw step")
+half_by_hand = steps_of("backward", "raw step")
+zeroing = steps_of("zero", "backward", "step")
+twice = steps_of("backward", "step", "backward", "step")
+zeroing_between = steps_of("backward", "zero", "backward", "step")
+backward_by_hand = steps_of("raw backward", "step")
+without_step = steps_of("backward")
 
 
 def not_the_last(self, batch, batch_info):
-    if batch_info["batch_idx"] % 2 == 0:
-        self.backward(self.criterion(self.model(batch[0]), batch[1]))
-    self.optimizer_step(self.optimizer)
-    return {}
-
-
-def zeroing_between(self, batch, batch_info):
-    self.backward(self.criterion(self.model(batch[0]), batch[1]))
-    self.optimizer.zero_grad()
-    self.backward(self.criterion(self.model(batch[0]), batch[1]))
-    self.optimizer_step(self.optimizer)
-    return {}
-
-
-def backward_by_hand(self, batch, batch_info):
-    self.criterion(self.model(batch[0]), batch[1]).backward()
-    self.optimizer_step(self.optimizer)
-    return {}
-
-
-def without_step(self, batch, batch_info):
-    self.backward(self.criterion(self.model(batch[0]), batch[1]))
-    return {}
+    return (zeroing if batch_info["batch_idx"] % 2 == 0 else steps_of("step"))(self, batch, {})
 
 
 HALF = PRECISIONS[1]
@@ -318,12 +303,13 @@ def test_step_that_bypasses_the_helpers_is_an_error(function, config, precision,
 @pytest.mark.parametrize("function", [by_hand, half_by_hand, zeroing, twice, without_step])
 def test_loops_may_mix_helpers_without_scaler_and_accumulation(function):
     config = {"num_samples": 16, "batch_size": 4}
-    with local(with_train_batch(function), config) as trainer:
+    with local(with_train_batch(function), config, callbacks=[EMA(0.9)]) as trainer:
         before = parameters(trainer.get_local_operator()).clone()
         trainer.train()
         assert trainer.global_step == 4
         changed = not torch.equal(parameters(trainer.get_local_operator()), before)
         assert changed == (function is not without_step)
+        assert trainer.state_dict()["averages"]["count"] == 4 * changed
 
 
 def with_all_reduce(self, batch, batch_info):

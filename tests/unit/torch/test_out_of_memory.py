@@ -4,14 +4,13 @@ import logging
 import weakref
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
@@ -429,26 +428,6 @@ CLIPS = list(torch.ones(4, 10, 3))
 )
 def test_other_batches_are_not_split(batch):
     assert num_rows(batch, samples=4) == 0
-
-
-class Batches(BatchSampler):
-    """For example, one that groups samples of similar lengths."""
-
-
-def test_time_is_not_split_in_batches_of_a_batch_sampler():
-    class Failing(Classifier):
-        def setup(self, config):
-            super().setup(config)
-            batches, join = Batches(range(4), 4, False), partial(torch.stack, dim=1)
-            loader = DataLoader(CLIPS, batch_sampler=batches, collate_fn=join)
-            self.register_data(train_loader=loader)
-
-        def train_batch(self, batch, batch_info):
-            raise MemoryError
-
-    with local(Failing) as trainer, pytest.raises(MemoryError) as caught:
-        trainer.train()
-    assert "the batch cannot be split" in notes_of(caught.value)
 
 
 # ---- on a GPU

@@ -270,9 +270,9 @@ class Inner(Plain):
     make_optimizer = staticmethod(lambda model: Wrapping(model))
 
     def train_batch(self, batch, batch_info):
+        self.optimizer.zero_grad()
         torch.nn.functional.mse_loss(self.model(batch[0]), batch[1]).backward()
         self.optimizer.base.step()
-        self.optimizer.zero_grad()
         return {}
 
 
@@ -286,7 +286,8 @@ class Ahead(OwnStep):
     [(Idle, "has made a step"), (OwnStep, ""), (Inner, ""), (Ahead, "before it draws the next")],
 )
 def test_missing_and_late_steps_of_optimizers_warn(caplog, operator, warning):
-    train(operator, {})
+    _, state = train(operator, {}, callbacks=[EMA(0.9)])
+    assert state["averages"]["count"] == 4
     assert bool(warning) == ((warning or "optimizer") in caplog.text)
 
 
