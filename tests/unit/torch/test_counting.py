@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
 from raysgd.torch.input.batches import has_masked_labels
 from tests.conftest import assert_names
 from tests.operators import register_with_sgd
+from tests.unit.loop.test_given_loaders import OwnBatches
 
 NUM_SAMPLES = 10
 FEATURES = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(0)).double()
@@ -154,11 +155,7 @@ def test_masked_labels_without_a_count_are_one_warning(counts, steps, warns, cap
     assert has_masked_labels({"target": LABELS[0]})
 
 
-class Batches(BatchSampler):
-    """For example, one that groups samples of similar lengths."""
-
-
-@pytest.mark.parametrize("batches", [None, Batches(range(NUM_SAMPLES), 4, False)])
+@pytest.mark.parametrize("batches", [None, OwnBatches(range(NUM_SAMPLES), 4, False)])
 def test_batch_info_has_the_number_of_samples(make_trainer, batches):
     class Notes(Counts):
         def train_batch(self, batch, batch_info):

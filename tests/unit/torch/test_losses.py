@@ -121,17 +121,14 @@ class Trained(TrainingOperator):
         self.case = case = config["case"]
         given = {"criterion": case.criterion, "gradient_accumulation_steps": case.accumulation}
         register_with_sgd(self, make_model(case.criterion), lr=0.05, momentum=0.5, **given)
-        data = DATA_SETS[case.data_set](TensorDataset(*case.data()))
+        whole = TensorDataset(*case.data())
+        data, batches = DATA_SETS[case.data_set](whole), [whole[indices] for indices in Lengths()]
         loaders = {
             "samples": lambda: DataLoader(data, batch_size=BATCH),
             "batch sampler": lambda: DataLoader(data, batch_sampler=Lengths()),
-            "stream": lambda: DataLoader(
-                Parts([data[indices] for indices in Lengths()], self), batch_size=None
-            ),
-            "ready batches": lambda: DataLoader(
-                [data[indices] for indices in Lengths()], batch_size=None
-            ),
-            "items": lambda: Dataset([data[indices] for indices in Lengths()], batch_size=1),
+            "stream": lambda: DataLoader(Parts(batches, self), batch_size=None),
+            "ready batches": lambda: DataLoader(batches, batch_size=None),
+            "items": lambda: Dataset(batches, batch_size=1),
         }
         loader = loaders[case.loader]()
         self.register_data(

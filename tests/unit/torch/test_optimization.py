@@ -83,26 +83,6 @@ def test_group_with_an_error_is_repeated(when, at):
     assert torch.equal(found, trained(config, operator_cls=Failing)[0])
 
 
-@pytest.mark.parametrize("fails_at", [2, 3])
-def test_a_failure_warns_of_gradients_that_train_batch_has_kept(fails_at, caplog):
-    class Keeping(Classifier):
-        def train_batch(self, batch, batch_info):
-            step = batch_info["global_step"]
-            if step == fails_at:
-                raise KeyError
-            loss = self.criterion(self.model(batch[0]), batch[1])
-            loss.backward()
-            if step % 3 == 2:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            return {"train_loss": loss.item()}
-
-    with local(Keeping, {}) as trainer, pytest.raises(KeyError):
-        trainer.train()
-    has_kept = fails_at % 3 != 0
-    assert ("register(gradient_accumulation_steps=...)" in caplog.text) == has_kept
-
-
 # ---- several optimizers
 
 
@@ -350,22 +330,31 @@ def test_gradients_stay_if_none_of_several_optimizers_steps():
         assert trainer.get_local_operator().judge.weight.grad is not None
 
 
-@pytest.mark.parametrize("helpers", [False, True])
-def test_loop_may_accumulate_by_itself(helpers):
-    def accumulating_by_hand(self, batch, batch_info):
-        loss = self.criterion(self.model(batch[0]), batch[1]) / 2
-        self.backward(loss) if helpers else loss.backward()
-        if batch_info["global_step"] % 2:
-            if helpers:
-                self.optimizer_step(self.optimizer)
-            else:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-        return {}
+def keeping(backward, step, fails_at=None):
+    """Return a ``train_batch`` that keeps the gradients of every other batch."""
 
+    def train_batch(self, batch, batch_info):
+        number = batch_info["global_step"]
+        if number == fails_at:
+            raise KeyError
+        return steps_of(backward, *[step, "zero"] * (number % 2))(self, batch, batch_info)
+
+    return with_train_batch(train_batch)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_failure_warns_of_gradients_that_train_batch_has_kept(fails_at, caplog):
+    operator_cls = keeping("raw backward", "raw step", fails_at)
+    with local(operator_cls, {}) as trainer, pytest.raises(KeyError):
+        trainer.train()
+    assert caplog.text.count("register(gradient_accumulation_steps=...)") == fails_at % 2
+
+
+@pytest.mark.parametrize("actions", [("backward", "step"), ("raw backward", "raw step")])
+def test_loop_may_accumulate_by_itself(actions):
     config = {"num_samples": 16, "batch_size": 4}
-    found, _ = trained(config, [1] * 4, operator_cls=with_train_batch(accumulating_by_hand))
-    torch.testing.assert_close(found, trained({**config, "steps": 2})[0])
+    found, _ = trained({**config, "lr": 0.05}, [1] * 4, operator_cls=keeping(*actions))
+    torch.testing.assert_close(found, trained({**config, "lr": 0.1, "steps": 2})[0])
 
 
 def test_optimizer_that_needs_a_closure_is_refused_with_the_way(make_trainer):
@@ -380,10 +369,9 @@ def test_optimizer_that_needs_a_closure_is_refused_with_the_way(make_trainer):
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_loss_of_a_closure_is_the_mean_over_the_items_of_all_workers(monkeypatch, count):
-    operator = run_operator(Classifier)
+    operator, of_other = run_operator(Classifier), iter([1.0, 0.0])  # its items, and its loss
     exchange = operator._train_state.registered.exchange
     monkeypatch.setattr(type(exchange), "averaging_size", 2)
-    of_other = iter([1.0, 0.0])  # items and loss of the other worker
     monkeypatch.setattr(exchange, "all_reduce_sum", lambda number: number + next(of_other))
 
     def compute():
@@ -416,8 +404,7 @@ class Changing(Accumulating):
         return super().register(optimizers=optimizers, **given)
 
     def train_batch(self, batch, batch_info):
-        features, target = batch
-        self.backward(self.criterion(self.model(features), target))
+        self.backward(loss_of(self, batch))
         if not self.config["in_hook"]:
             self.config["change"](self.optimizer)
         self.optimizer_step(self.optimizer)

@@ -288,7 +288,7 @@ class WithBase(torch.optim.SGD):
         self.base = torch.optim.SGD(parameters, lr=0.1)
 
 
-def set_up(add, caplog, scheduler_step_freq=None):
+def set_up(add, caplog, frequency=None):
     """Add attributes in an operator's `setup`. Return the warnings about unregistered ones."""
 
     class Custom(TrainingOperator):
@@ -301,9 +301,7 @@ def set_up(add, caplog, scheduler_step_freq=None):
             )
             add(self)
 
-    run_operator(
-        Custom, {"network": torch.nn.Linear(1, 1)}, scheduler_step_freq=scheduler_step_freq
-    )
+    run_operator(Custom, {"network": linear()}, scheduler_step_freq=frequency)
     return [record.message for record in caplog.records if "did not register" in record.message]
 
 
@@ -361,9 +359,7 @@ def test_registered_or_frozen_objects_cause_no_warning(caplog):
         operator.teacher = copy.deepcopy(operator.model).requires_grad_(False)
         operator.average = torch.optim.swa_utils.AveragedModel(operator.model)
         operator.metrics = {"similarity": Similarity()}
-        operator.decay = torch.optim.lr_scheduler.StepLR(
-            operator.optimizer, 1
-        )  # user code steps it
+        operator.decay = Lr.StepLR(operator.optimizer, 1)  # user code steps it
 
     assert not set_up(add, caplog)
 

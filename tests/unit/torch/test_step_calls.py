@@ -27,10 +27,8 @@ LIBRARY = f"{Path(raysgd.__file__).parent}/"
 
 class Perceptron(TrainingOperator):
     def setup(self, config):
-        model, data = (
-            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
-            torch.randn(2560, 8),
-        )
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        data = torch.randn(2560, 8)
         register_with_sgd(self, model, lr=0.01, momentum=0.9, criterion=nn.MSELoss())
         data = TensorDataset(data, data.sum(1, keepdim=True))
         self.register_data(train_loader=DataLoader(data, batch_size=32, shuffle=True))
