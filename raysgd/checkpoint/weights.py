@@ -95,7 +95,8 @@ def _serialize(
             metadata[name] = first  # tied
             continue
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        is_view = tensor.nbytes < tensor.untyped_storage().nbytes()
+        whole = tensor.untyped_storage()
+        is_view = tensor.nbytes < whole.nbytes() or names.setdefault(whole.data_ptr(), name) != name
         tensors[name] = tensor.clone() if is_view else tensor  # they must not share memory
     _warn_of_nan(tensors)
     return save(tensors, metadata)
