@@ -69,7 +69,7 @@ class Callback:
     """Name of a required metric. ``fit()`` raises early if validation does not return it."""
     saves_state: bool = False
     """Whether `on_pause` saves the state. If True, `on_pause` is also called before the preemption
-    of workers that cannot be replaced."""
+    of workers that cannot be replaced, and at the end of a ``train()`` after its result."""
     stops_at_nan: bool = False
     """Whether ``train()`` ends in a step whose loss is not finite, and logs no warning."""
 

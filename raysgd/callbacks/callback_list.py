@@ -219,11 +219,11 @@ class CallbackList:
                 self._record_failure(entry, "next_pause", error)
         return min((e.pause_step for e in self._entries if e.pause_step is not None), default=None)
 
-    def notify_pause(self, trainer: Trainer) -> None:
-        """Call `on_pause` of the callbacks that asked for this step."""
+    def notify_pause(self, trainer: Trainer, at_end: bool = False) -> None:
+        """Call `on_pause` of callbacks that asked for this step. `at_end`, those that save wait."""
         for entry in list(self._entries):
-            step = entry.pause_step
-            if entry.is_started and step is not None and step <= trainer.global_step:
+            step, waits = entry.pause_step, at_end and entry.callback.saves_state
+            if entry.is_started and not waits and step is not None and step <= trainer.global_step:
                 entry.pause_step = None
                 self._call_hook_of(entry, "on_pause", trainer)
 

@@ -143,13 +143,14 @@ class CheckpointCallback(Callback):
         self._save(trainer, {})
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if self.monitor is None and self._every == "epoch":
+        if self.monitor is None and self._every == "epoch" and trainer._fit_loop.is_validation_due:
             self._save(trainer, metrics)  # before the validation, which may take long
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         if self.monitor is None:
-            return
-        if self.monitor in metrics:
+            if self._every == "epoch" and call.kind == "train":
+                self._save(trainer, metrics)
+        elif self.monitor in metrics:
             self._is_rated = True
             self._save(trainer, metrics)
         elif call.kind == "validate":

@@ -156,7 +156,7 @@ class Dispatcher:
                 results = [outcome.unpack() for outcome in controller.run(call)]
                 seconds, ended = seconds + time.perf_counter() - started, time.time()
                 is_paused = isinstance(results[0], CallbackPause)
-                self.callback_list.notify_pause(trainer)
+                self.callback_list.notify_pause(trainer, at_end=not is_paused)
         finally:
             start = self._train_starts.pop(request.call_number, self.position)
             call.on_progress = call.log_points.on_log = None  # they keep the trainer alive

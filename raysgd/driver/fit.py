@@ -192,6 +192,7 @@ class FitLoop:
         finally:  # also after Ctrl-C in a callback
             if result.has_completed_epoch and not self.is_validation_due:
                 self._report_result(trainer)
+        self.dispatcher.callback_list.notify_pause(trainer)  # of those that save
 
     def validate(
         self,

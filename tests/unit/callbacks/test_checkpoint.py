@@ -83,23 +83,28 @@ class Reading(Callback):
         assert trainer.latest_metrics["val_loss"] == metrics["val_loss"]
 
 
-def test_run_that_is_interrupted_repeatedly_misses_no_validation(make_trainer, tmp_path):
+@pytest.mark.parametrize("validate_every", [1, None])
+@pytest.mark.parametrize("every", ["epoch", 5])
+def test_run_that_is_interrupted_repeatedly_misses_no_result(
+    make_trainer, tmp_path, every, validate_every
+):
     """Early stopping ends it in the same epoch, and a restart does not train further."""
+    hook = "on_validation_end" if validate_every else "on_epoch_end"
 
     def run(*more):
-        saving = CheckpointCallback(tmp_path)
-        scores = Scripted([3, 2, 2.5, 2.5, 2.5, 1])
+        saving = CheckpointCallback(tmp_path, every)
+        scores = Scripted([3, 2, 2.5, 2.5, 2.5, 1], hook=hook)
         others = [LearningRateLogger(), Reading(), EarlyStopping("score")]
         return make_trainer(callbacks=[scores, *others, saving, *more])
 
     for epoch in range(1, 6):
         trainer = run(CutOff(epoch))
         with pytest.raises(KeyboardInterrupt):
-            trainer.fit(9)
+            trainer.fit(9, validate_every)
         assert trainer.epoch == epoch
     for _ in range(2):
         trainer = run()
-        history = trainer.fit(9)
+        history = trainer.fit(9, validate_every)
         assert (history, trainer.epoch) == ([], 5)
         assert "score has not improved for 3 epochs" in history.stop_reason
 
