@@ -449,13 +449,13 @@ def as_test_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge_workers(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_workers(results: Sequence[Mapping[str, Any]], raises: bool = True) -> dict[str, Any]:
     """Merge the results of all workers, in the order of their ranks.
 
     ``num_samples`` is summed. ``batch_count`` and ``last_k`` are averaged without weights.
-    Mergeable metrics are merged and computed. Other numbers are averaged, weighted by each worker's
-    samples. For texts and other values, the value of the lowest rank is kept. The keys are the
-    union over the workers.
+    Mergeable metrics are merged and computed; if that fails, they are NaN unless it `raises`. Other
+    numbers are averaged, weighted by each worker's samples. For texts and other values, the value
+    of the lowest rank is kept. The keys are the union over the workers.
 
     >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
@@ -466,5 +466,5 @@ def merge_workers(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return texts[0]
         return (sum if name == NUM_SAMPLES else mean)([on_cpu(value) for value in values])
 
-    merged = _merge(results, combine, raises=True)
+    merged = _merge(results, combine, raises)
     return {name: float(n) if isinstance(n, Computed) else n for name, n in merged.items()}

@@ -39,7 +39,7 @@ class CallResult(NamedTuple):
 
     @property
     def by_worker(self) -> list[dict[str, Any]]:
-        return [merge_workers([each]) for each in self.mergeable]
+        return [merge_workers([each], raises=False) for each in self.mergeable]
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ class Dispatcher:
         self._log_position = ReportedPosition(epoch=newest.epoch, global_step=newest.global_step)
         try:
             measured = [each.unpack() if isinstance(each, PackedValue) else each for each in packed]
-            merged = self._merge(measured)
+            merged = self._merge(measured, raises=False)  # a few steps may not suffice
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
             self.callback_list.call_hook("on_log", trainer, call, metrics)
         finally:
@@ -217,9 +217,9 @@ class Dispatcher:
             {"number": len(new_steps), **new_steps[-1]},
         )
 
-    def _merge(self, results: list[Any]) -> dict[str, Any]:
+    def _merge(self, results: list[Any], raises: bool = True) -> dict[str, Any]:
         """Return the merged metrics, and warn once of a loss that is not finite."""
-        merged = merge_workers(results)
+        merged = merge_workers(results, raises)
         if (bad := nonfinite_loss(merged)) and not (self.has_bad_loss or self._ends_at_nan):
             logger.warning(
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "

@@ -308,6 +308,7 @@ def test_a_metric_may_compute_several_numbers():
 def test_a_part_too_small_for_any_value_counts_in_the_merged_one(merge):
     small = shares_of([1, 0])
     assert math.isnan(small["share"])
+    assert math.isnan(merge_workers([small], raises=False)["share"])
     for parts in ([small, shares_of([0, 3])], [shares_of([0, 3]), small]):
         merged = merge(parts)
         assert merged["share_0"] == 0.25

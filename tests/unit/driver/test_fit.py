@@ -564,8 +564,9 @@ def test_a_metric_of_both_is_that_of_validation_in_each_result(make_trainer):
 
 class Logging(Recorder):
     def train_batch(self, batch, batch_info):
-        twice = 2.0 * batch_info["global_step"]
-        return {"twice": twice, **super().train_batch(batch, batch_info)}
+        step = batch_info["global_step"]
+        found = {"twice": 2.0 * step, "late": Sums(lambda n: 1 / n, n=step % 5 == 4)}
+        return {**found, **super().train_batch(batch, batch_info)}
 
 
 def test_log_every_starts_anew_after_an_earlier_state_is_loaded(make_trainer):
@@ -600,8 +601,9 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path, board
     assert [point["global_step"] for point in points()] == [2, 4, 6, 8, 10]
     # a point covers the steps since the previous one in its epoch; none covers step 5
     assert [point["metrics"]["twice"] for point in points()] == [1.0, 5.0, 10.0, 13.0, 17.0]
+    assert [point["metrics"]["late"] for point in points()] == ["nan"] * 4 + [1.0]
     for point in points():
-        measured = {"twice", "train_loss", "lr", "grad_norm", "num_samples", "batch_count"}
+        measured = {"twice", "late", "train_loss", "lr", "grad_norm", "num_samples", "batch_count"}
         assert point["metrics"].keys() == measured
         assert point["metrics"]["lr"] == 0.01
         assert point["metrics"]["grad_norm"] > 0
