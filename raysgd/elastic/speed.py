@@ -207,6 +207,7 @@ _MIN_S, _MIN_STEPS = 3.0, 10
 PhaseTimes = NDArray[np.float64]
 """A row for each worker: the seconds of each phase, and these two numbers."""
 _STEPS, _SAMPLES = len(PHASES), len(PHASES) + 1
+_ByWorker = dict[WorkerHandle, PhaseTimes]
 
 
 @dataclass(eq=False)
@@ -218,13 +219,13 @@ class SpeedMonitor:
 
     group: ActorGroup
     _totals: dict[WorkerHandle, PhaseTotals] = field(default_factory=dict)
-    _newest: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)
-    _group_start: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # by rank
-    _window_start: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # by rank
+    _newest: _ByWorker = field(default_factory=dict)
+    _group_start: _ByWorker = field(default_factory=dict)  # by rank
+    _window_start: _ByWorker = field(default_factory=dict)  # by rank
     _num_windows: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
     """Numbers of windows by their phase and rank, or None for a window that is not slow."""
     _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
-    _lap_starts: dict[str, dict[WorkerHandle, PhaseTimes]] = field(default_factory=dict)
+    _laps: dict[str, tuple[PhaseTimes, _ByWorker]] = field(default_factory=dict)  # newest, by kind
     _step: int = 0  # the newest that workers have reported
     _saved_s: float = 0.0
     _is_saving: bool = False
@@ -309,11 +310,10 @@ class SpeedMonitor:
 
         It ends at `timing`, or at the newest times.
         """
-        newest = self._newest
-        if timing is not None:
-            newest = {member: self._times_of(each) for member, each in timing.items()}
-        before, self._lap_starts[kind] = self._lap_starts.get(kind, {}), newest
-        new = np.zeros(len(PHASES) + 2)
+        totals = self._totals if timing is None else timing
+        newest = {member: self._times_of(each) for member, each in totals.items()}
+        new, before = self._laps.get(kind, (np.zeros(len(PHASES) + 2), {}))
+        self._laps[kind] = self._times_of(PhaseTotals()), newest  # the first of later workers
         rows = np.array([_difference(now, before.get(m, new)) for m, now in newest.items()])
         if not (rows.size and rows[:, _STEPS].all()):
             return {}
