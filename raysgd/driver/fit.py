@@ -76,10 +76,8 @@ class FitLoop:
     stop_reason: str | None = None
     fit_arguments: FitArguments = field(default_factory=FitArguments)
     """The arguments of the running ``fit()``."""
-    has_validated: bool = False
-    """Whether a validation has run, so that ``fit()`` needs no sanity check."""
     validation_names: set[str] = field(default_factory=set)
-    """Names of the metrics of validations."""
+    """Names of the metrics of validations. With some, ``fit()`` needs no sanity check."""
     _num_validated_epochs: int = 0
     """Number of epochs that need no validation anymore."""
     _due_step: int | None = None
@@ -213,17 +211,15 @@ class FitLoop:
                 profile=profile,
             )
             result = self.dispatcher.validate(trainer, request)
-            self.has_validated = True
-            if result.last_call.is_complete:  # not only of some batches
+            metrics, call = result.merged, result.last_call
+            if call.is_complete:  # not only of some batches
                 self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
                 if self._epoch_result is not None:
                     self._epoch_result.validation = result
             try:
-                self.dispatcher.report(
-                    "on_validation_end", trainer, result.merged, result.last_call
-                )
+                self.dispatcher.report("on_validation_end", trainer, metrics, call)
             finally:  # also after Ctrl-C in a callback
-                self.validation_names.update(result.merged)
+                self.validation_names.update(metrics)
                 if self._epoch_result is not None and self._epoch_result.validation is not None:
                     self._report_result(trainer)
         return result
@@ -274,7 +270,7 @@ class FitLoop:
 
     def _run_sanity_check(self) -> None:
         """Validate some batches before training, unless a validation has run or runs next."""
-        if self.has_validated or self.lacks_validation or self.stop_reason is not None:
+        if self.validation_names or self.lacks_validation or self.stop_reason is not None:
             return
         request = ValidateRequest(
             call_number=-1,
@@ -291,15 +287,14 @@ class FitLoop:
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 results.append(merge_workers(results))
             names = dict.fromkeys(itertools.chain.from_iterable(results))
-            self.validation_names.update(names)
             if names:
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitored(self._monitored_metrics(), list(names), why)
+            self.validation_names.update(names)
         except Exception as error:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last
             raise
-        self.has_validated = True
 
     def _monitored_metrics(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""

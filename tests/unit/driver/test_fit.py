@@ -172,7 +172,7 @@ def test_the_validation_before_training_changes_nothing(make_trainer):
         torch.manual_seed(1)
         trainer = make_trainer(Drawing, {"shuffle": True, "dropout": 0.5, "batch_norm": True})
         spy = Spy()
-        trainer._fit_loop.has_validated = not is_tried
+        trainer._fit_loop.validation_names |= set() if is_tried else {"val_loss"}
         history = trainer.fit(2, callbacks=[spy])
         operator = trainer.get_local_operator()
         kept = (operator.trained, operator.validated, operator.count, len(operator.infos))
