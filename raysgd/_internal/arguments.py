@@ -98,7 +98,9 @@ def check_timeout(caller: str, seconds: Any) -> None:
         raise ValueError(f"{caller}(timeout_s={seconds!r}): must be a positive number of seconds.")
 
 
-_SMALLER = re.compile(r"(?i)loss|err|mae|mse|nll|perplexity|ppl|distance|fid|wer|brier")
+_SMALLER = re.compile(
+    r"(?i)loss|error|mae|mse|nll|perplexity|distance|brier|(?<![a-z])(err|fid|ppl|wer)(?![a-z])"
+)
 _LARGER = re.compile(
     r"(?i)acc|auc|auroc|f1|precision|recall|specificity|iou|dice|(?<![a-z])map|r2|bleu|psnr|reward"
 )

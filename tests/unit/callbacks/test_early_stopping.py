@@ -45,6 +45,7 @@ def test_it_stops_when_the_metric_has_not_improved(make_trainer, arguments, valu
     [
         ("val_accuracy", [0.5, 0.9, 0.1], 0.9, False),
         ("mean_IoU", [0.5, 0.9, 0.1], 0.9, False),
+        ("val_answer_f1", [0.5, 0.9, 0.1], 0.9, False),
         ("val_loss", [0.5, 0.9, 0.1], 0.1, False),
         ("accuracy_loss", [0.5, 0.9, 0.1], 0.1, False),
         ("word_error", [0.5, 0.9, 0.1], 0.1, False),
