@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SANITY_STEPS = 2
 """Number of batches on which the first ``fit()`` tries the validation before it trains."""
-_VALIDATION_PREFIXES = ("val", "eval_", "eval/")
+_VALIDATION_PREFIXES = ("val_", "val-", "val/", "valid", "eval_", "eval/")
 
 
 @dataclass(frozen=True)

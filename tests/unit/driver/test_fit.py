@@ -100,6 +100,7 @@ def test_a_metric_that_validation_lacks_is_an_error_before_any_training(make_tra
     assert trainer.global_step == 0
     trainer.fit(1, callbacks=[EarlyStopping(monitor="val_loss")])
     trainer.fit(2, callbacks=[Scripted([1.0, 1.0], "val_added"), EarlyStopping("val_added")])
+    make_trainer(Logging).fit(1, callbacks=[EarlyStopping("value")])
 
 
 class Measuring(Recorder):
@@ -565,7 +566,7 @@ def test_a_metric_of_both_is_that_of_validation_in_each_result(make_trainer):
 class Logging(Recorder):
     def train_batch(self, batch, batch_info):
         step = batch_info["global_step"]
-        found = {"twice": 2.0 * step, "late": Sums(lambda n: 1 / n, n=step % 5 == 4)}
+        found = {"twice": 2.0 * step, "value": Sums(lambda n: 1 / n, n=step % 5 == 4)}
         return {**found, **super().train_batch(batch, batch_info)}
 
 
@@ -601,9 +602,9 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path, board
     assert [point["global_step"] for point in points()] == [2, 4, 6, 8, 10]
     # a point covers the steps since the previous one in its epoch; none covers step 5
     assert [point["metrics"]["twice"] for point in points()] == [1.0, 5.0, 10.0, 13.0, 17.0]
-    assert [point["metrics"]["late"] for point in points()] == ["nan"] * 4 + [1.0]
+    assert [point["metrics"]["value"] for point in points()] == ["nan"] * 4 + [1.0]
     for point in points():
-        measured = {"twice", "late", "train_loss", "lr", "grad_norm", "num_samples", "batch_count"}
+        measured = {"twice", "value", "train_loss", "lr", "grad_norm", "num_samples", "batch_count"}
         assert point["metrics"].keys() == measured
         assert point["metrics"]["lr"] == 0.01
         assert point["metrics"]["grad_norm"] > 0
