@@ -17,7 +17,7 @@ from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
-_COUNTS, _MAX_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
+COUNTS, _MAX_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
 Trainer = Any
 """An `OperatorTrainer`, whose module imports this one. Users may annotate a `TorchTrainer`."""
@@ -219,7 +219,7 @@ def means_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
     return {
         name: value
         for name, value in numbers_in(metrics).items()
-        if name not in _COUNTS and not name.startswith(("last_", "profile/"))
+        if name not in COUNTS and not name.startswith(("last_", "profile/"))
     }
 
 

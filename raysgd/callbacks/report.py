@@ -18,13 +18,12 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.base import Callback, Trainer, logdir_of, read_lines
+from raysgd.callbacks.base import COUNTS, Callback, Trainer, logdir_of, read_lines
 
 LogLine = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
-_COUNTS = ("epoch", "batch_count", "num_samples", "profile")
 _MARKS = {"lost": "lost", "grown": "joined", "moved": "joined", "restarted": "restarted"}
 """Kinds of events with their marks in the charts."""
 _MAX_GROUPS = 500
@@ -304,7 +303,7 @@ def _metric_charts(log: RunLog) -> Iterator[str]:
     for kind in ("train", "validate", "step"):
         calls = log.calls_of(kind)
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
-            if name.startswith("last_") or name in _COUNTS:
+            if name.startswith("last_") or name in COUNTS:
                 continue
             points = [(c["global_step"], float(f"{v:.6g}")) for v, c in _finite_values(calls, name)]
             if points:
