@@ -28,7 +28,8 @@ NAN = float("nan")
     ids=str,
 )
 def test_it_stops_when_the_metric_has_not_improved(make_trainer, arguments, values, epochs):
-    trainer = make_trainer(callbacks=[Scripted(values), EarlyStopping("score", **arguments)])
+    callbacks = [Scripted(values), EarlyStopping("score", **arguments)]
+    trainer = make_trainer(callbacks=callbacks)
     if epochs is None:
         with pytest.raises(CallbackError, match="must be a number") as caught:
             trainer.fit(len(values))
@@ -38,6 +39,7 @@ def test_it_stops_when_the_metric_has_not_improved(make_trainer, arguments, valu
     assert len(history) == epochs
     if epochs < len(values):
         assert history.stop_reason.startswith("score has not improved")
+    assert len(make_trainer(callbacks=callbacks).fit(len(values))) == epochs, "it begins again"
 
 
 @pytest.mark.parametrize(
@@ -78,10 +80,3 @@ def test_several_validations_of_an_epoch_count_once(make_trainer, tmp_path):
     trainer.validate()
     again.on_result(trainer, trainer.last_call, {"score": 4})
     assert again.num_waited == 3
-
-
-def test_it_watches_metrics_of_training_and_begins_anew_in_each_trainer(make_trainer):
-    stopping = EarlyStopping("score", patience=1)
-    for _ in range(2):
-        scores = Scripted([1, 1], hook="on_epoch_end")
-        assert len(make_trainer(callbacks=[scores, stopping]).fit(9)) == 2

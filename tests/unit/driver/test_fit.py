@@ -84,14 +84,6 @@ def test_fit_trains_validates_and_returns_the_metrics(make_trainer):
     ]
 
 
-def test_a_validation_that_fails_is_found_before_any_training(make_trainer):
-    trainer = make_trainer(Recorder)
-    with failure(trainer.get_local_operator(), when="validate") as caught:
-        trainer.fit(2)
-    assert any("before any training" in n for n in caught.value.__notes__)
-    assert trainer.global_step == 0
-
-
 @pytest.mark.parametrize("name", ["val_los", "eval_loss"])
 def test_a_metric_that_validation_lacks_is_an_error_before_any_training(make_trainer, name):
     trainer = make_trainer()
@@ -109,8 +101,11 @@ class Measuring(Recorder):
         return {**measured, "val_odd": Sums(self.config["function"], total=1.0)}
 
 
-def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trainer):
+def test_a_validation_or_metric_that_fails_is_found_before_any_training(make_trainer):
     trainer = make_trainer(Measuring, {"function": lambda sum: sum})
+    with failure(trainer.get_local_operator(), when="validate") as caught:
+        trainer.fit(2)
+    assert any("before any training" in n for n in caught.value.__notes__)
     with pytest.raises(TypeError, match="unexpected keyword argument 'total'") as caught:
         trainer.fit(2)
     assert caught.value.__notes__[0] == "The metric 'val_odd', a Sums, raised this error."
