@@ -344,8 +344,8 @@ class Worker:
         if min_splits and kind == "user":
             error = _without_frames(error)  # its frames hold memory that the repeated call needs
         if kind == "user":  # users often read only this line
-            failed_at = progress.process.failed_at
-            where = f"Raised on worker {rank}", failed_at, last_frame(text)[0]
+            failure_place = progress.process.failure_place
+            where = f"Raised on worker {rank}", failure_place, last_frame(text)[0]
             notes = getattr(error, "__notes__", ())  # the error may have been raised before
             error.__notes__ = [each for each in notes if not each.startswith("Raised on worker ")]
             error.add_note(", ".join(filter(None, where)))

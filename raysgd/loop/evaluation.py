@@ -98,7 +98,7 @@ class Evaluation:
             if is_compared and group.all_reduce_min(is_exhausted)[0]:
                 source.check_same_samples(group)
         except BaseException:
-            self._control.failed_at = batches.describe_position()
+            self._control.failure_place = batches.describe_position()
             source.end_processes()
             raise
         finally:

@@ -160,7 +160,7 @@ class Loop:
         except BaseException as error:
             in_update = train_state.update.is_open and not segment.has_loader_failed
             batch = segment.batch if in_update else None
-            self.control.failed_at = segment.describe_position()
+            self.control.failure_place = segment.describe_position()
             self._end_failed_segment(segment)
             if number := train_state.micro_batching.choose_split(error, batch, segment.may_split):
                 raise RetrySplitError(number) from error

@@ -22,7 +22,7 @@ class LoopControl:
         self.driver_pause_step = math.inf  # number of committed steps at which to pause
         self._has_deferred_ctrl_c = False
         self._is_reading = False
-        self.failed_at = ""  # see `ProcessStatus.failed_at`
+        self.failure_place = ""  # see `ProcessStatus.failure_place`
 
     def raise_if_interrupted(self) -> None:
         """Raise StepInterruptedError if the call is interrupted, or deliver a deferred Ctrl-C."""

@@ -164,7 +164,7 @@ class OperatorRunner(Runner, ABC):
         )
         bad_steps = (bad_step for feature in features for bad_step in feature.bad_steps)
         new_bad_steps = [dict(s) for s in bad_steps if s["step"] > call_record.call.start_step]
-        failed_at = self.control.failed_at or f"after step {position.global_step}"
+        place = self.control.failure_place or f"after step {position.global_step}"
         return progress.Progress(
             position=position,
             bar=bar,
@@ -172,7 +172,7 @@ class OperatorRunner(Runner, ABC):
             snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_changes),
             updates=progress.UpdateStatus(train_state.micro_batching.num_splits, new_bad_steps),
             held_state=train_state.held_state,
-            process=progress.ProcessStatus(True, failed_at),  # blocked if this worker has returned
+            process=progress.ProcessStatus(True, place),  # blocked if this worker has returned
         )
 
     def set_interrupted(self, interrupted: bool) -> None:
@@ -193,7 +193,7 @@ class OperatorRunner(Runner, ABC):
 
     def handle(self, request: Request) -> Any:
         """Handle a request of the driver. Defer Ctrl-C while a step is in progress."""
-        self.control.failed_at = ""
+        self.control.failure_place = ""
         with self.control.deferring_ctrl_c():
             match request:
                 case requests.TrainRequest():

@@ -73,7 +73,7 @@ class ReplicaGuard(UpdateFeature):
         self._is_due = self._is_new = True
         self._is_active = self._in_call = False
         self._pending: _Comparison | None = None
-        self._steps = self._compared_at = self._complete_at = 0
+        self._steps = self._compared_step = self._complete_step = 0
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
         self._contents.record_buffers()
@@ -103,7 +103,7 @@ class ReplicaGuard(UpdateFeature):
         self._set_active()
         if self._is_active and (self._is_due or self._in_call):
             self._contents.check_added()
-            number = self._every // max(1, self._steps - self._compared_at)
+            number = self._every // max(1, self._steps - self._compared_step)
             self._compare(one_in=1 if self._is_due else max(1, number))
         self._is_due = False
 
@@ -113,7 +113,7 @@ class ReplicaGuard(UpdateFeature):
 
     def before_export(self) -> None:
         self._set_active()  # a new group may not have trained yet
-        has_changed = self._is_due or self._steps > self._complete_at
+        has_changed = self._is_due or self._steps > self._complete_step
         # A worker that got the state of another since the difference has no problem.
         any_rank = self._registered.collectives.any_rank
         if self._is_active and has_changed and not any_rank(bool(self._problem)):
@@ -128,12 +128,12 @@ class ReplicaGuard(UpdateFeature):
             return
         self._contents.has_run = True
         self._contents.check_step()
-        if self._pending is not None and self._steps - self._compared_at >= _LAG:
+        if self._pending is not None and self._steps - self._compared_step >= _LAG:
             self._finish_comparison()
         # After one step, a replacement has what `train_batch` sets itself.
-        is_new = self._is_new and self._steps > self._complete_at
+        is_new = self._is_new and self._steps > self._complete_step
         # A worker that repeats a step does not compare again.
-        if is_new or self._steps - self._complete_at >= self._every:
+        if is_new or self._steps - self._complete_step >= self._every:
             self._is_new = self._is_new and not is_new
             self._compare(in_step=True, is_new=is_new)
 
@@ -153,8 +153,8 @@ class ReplicaGuard(UpdateFeature):
             event = torch.cuda.Event()
             event.record()
         self._pending = _Comparison(minima, event, (in_step, is_new), is_complete)
-        self._compared_at = self._steps
-        self._complete_at = self._steps if is_complete else self._complete_at
+        self._compared_step = self._steps
+        self._complete_step = self._steps if is_complete else self._complete_step
         if not (in_step and self._on_gpu):
             self._finish_comparison()
 

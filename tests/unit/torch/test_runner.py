@@ -149,7 +149,7 @@ def test_repeated_call_returns_its_metrics_and_no_others():
     assert runner.progress().process.blocked_on_driver  # no other worker may wait for it any longer
     again = runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
-    assert runner.progress().process.failed_at == "after step 5"
+    assert runner.progress().process.failure_place == "after step 5"
     other = make_runner().handle(TrainRequest(call_number=0, until_epoch=1))
     assert again["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
     runner.handle(TrainRequest(call_number=1, until_epoch=2))
