@@ -194,7 +194,7 @@ class TensorVersions:
         tensors = [tensor for tensor in self._read() if tensor is not None]
         return list(zip(map(id, tensors), map(version_of, tensors), strict=True))
 
-    def find_changed(self) -> set[int]:
+    def find_changed_ids(self) -> set[int]:
         """Return the IDs of the tensors that have changed, are missing, or are new.
 
         If only their order has changed, return those of the tensors at another place.

@@ -115,7 +115,7 @@ class ReplicaContents:
 
     def _equal_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that have not changed since all workers had the same."""
-        changed = self._buffers.find_changed()
+        changed = self._buffers.find_changed_ids()
         trained = [any(p.requires_grad for _, p in named) for named in self._named]
         return {
             path: buffer

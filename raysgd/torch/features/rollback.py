@@ -53,13 +53,13 @@ class Rollback(UpdateFeature):
         self._versions: TensorVersions | None = None
         self._has_copies = False
         self._refuse_split, self._has_bad_steps = refuse_split, has_bad_steps
-        self._moves: bool | None = None  # parameters, before the update. None: not known yet
+        self._changes_early: bool | None = None  # parameters, before the update; or unknown
 
     def begin_update(self, update: Update) -> None:
-        if (moves := self._moves) is None:
+        if (changes_early := self._changes_early) is None:
             on_cpu = not any(parameter.is_cuda for parameter in self._parameters)
-            moves = self._has_bad_steps or (update.is_split and on_cpu)
-        self._has_copies = update.optimizer_steps.need_copies or moves
+            changes_early = self._has_bad_steps or (update.is_split and on_cpu)
+        self._has_copies = update.optimizer_steps.need_copies or changes_early
         if self._has_copies:
             for backup in self._backups:
                 backup.take()
@@ -77,11 +77,11 @@ class Rollback(UpdateFeature):
                     "A bad step cannot be undone, because train_batch changed parameters before "
                     "the update for the first time. Load a checkpoint: trainer.load(path)."
                 )
-        elif not (self._moves or update.optimizer_steps.counts):
-            self._moves = not self._versions.find_changed().isdisjoint(self._stepped)
-            if self._moves and not update.has_fixed_parts:
+        elif not (self._changes_early or update.optimizer_steps.counts):
+            self._changes_early = not self._versions.find_changed_ids().isdisjoint(self._stepped)
+            if self._changes_early and not update.has_fixed_parts:
                 self._refuse_split("train_batch changes parameters before the update")
-            if self._has_copies and not (self._moves or update.optimizer_steps.need_copies):
+            if self._has_copies and not (self._changes_early or update.optimizer_steps.need_copies):
                 self._has_copies = False  # of the first update; release their memory
                 self._backups = [_OptimizerBackup(backup.optimizer) for backup in self._backups]
 
@@ -91,7 +91,7 @@ class Rollback(UpdateFeature):
     def roll_back(self, update: Update) -> None:
         if self._versions is None:
             return
-        changed, self._versions = self._versions.find_changed(), None
+        changed, self._versions = self._versions.find_changed_ids(), None
         if self._has_copies:
             for backup in reversed(self._backups):
                 backup.restore()

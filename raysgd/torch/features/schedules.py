@@ -35,7 +35,7 @@ class Schedules(UpdateFeature):
         for scheduler in self._registered.schedulers:
             scheduler.step()
 
-    def step_with(self, metric: float) -> None:
+    def step_with_metric(self, metric: float) -> None:
         """Step every scheduler. An optional ``epoch`` of its ``step`` does not get the metric."""
         for scheduler in self._registered.schedulers:
             takes = next(iter(inspect.signature(scheduler.step).parameters), "epoch")

@@ -196,7 +196,7 @@ class StepChecks(UpdateFeature):
         Refuse to split batches if it changes the gradients of a micro-batch.
         """
         seen = self._watched.get(id(optimizer))
-        changed = seen is not None and bool(seen.find_changed())
+        changed = seen is not None and bool(seen.find_changed_ids())
         if changed:
             self._refuse_split("train_batch changes gradients before it steps an optimizer")
         return changed

@@ -217,7 +217,7 @@ class EpochOrder:
             self._digest = int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
         return self._digest
 
-    def _key(self, epoch: int) -> int:
+    def _order_id(self, epoch: int) -> int:
         """Return a number that identifies the order of an epoch in a state, with its seed."""
         digest = self.digest(epoch)
         # The `repr` of an object without its own differs in another process.
@@ -225,13 +225,13 @@ class EpochOrder:
             return zlib.crc32(type(self.sampler).__name__.encode())
         return digest
 
-    def key_to_save(self, epoch: int, saved: Mapping[str, Any]) -> int | None:
-        """Return the key of an epoch, to save it. Before the order is drawn, it is unchanged."""
-        return self._key(epoch) if self.is_drawn(epoch) else saved.get("order")
+    def order_id_to_save(self, epoch: int, saved: Mapping[str, Any]) -> int | None:
+        """Return the order ID of an epoch to save. Before the order is drawn, it is unchanged."""
+        return self._order_id(epoch) if self.is_drawn(epoch) else saved.get("order")
 
     def check_saved(self, epoch: int, saved: Mapping[str, Any]) -> None:
         """Raise RuntimeError if an epoch has another order than a `BatchSource.resume_info`."""
-        if saved.get("epoch") == epoch and saved.get("order") not in (None, self._key(epoch)):
+        if saved.get("epoch") == epoch and saved.get("order") not in (None, self._order_id(epoch)):
             raise RuntimeError(
                 f"Training cannot continue in epoch {epoch}: {type(self.sampler).__name__} gives "
                 "another order than when the state was saved, and samples would repeat. Use the "

@@ -255,7 +255,7 @@ class MapStyleSource(PartitionedSource):
         if not offset:
             return {}
         info = {**file_stamps(self.loader.dataset), **super().resume_info(epoch, offset)}
-        return info | {"order": self.epoch_order.key_to_save(epoch, self._saved)}
+        return info | {"order": self.epoch_order.order_id_to_save(epoch, self._saved)}
 
     def check_resume_info(self, info: Mapping[str, Any]) -> None:
         check_files(self.loader.dataset, info)

@@ -491,7 +491,7 @@ def test_only_schedulers_that_take_a_metric_get_it():
     optimizer.step()
     given = SimpleNamespace(schedulers=[linear, chained, plateau, own, needs])
     for metric in (9.0, 8.0):
-        Schedules(given, lambda: None).step_with(metric)
+        Schedules(given, lambda: None).step_with_metric(metric)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.75)
     assert plateau.best == 8.0
     assert own.losses == [None, 9.0, 8.0]

@@ -30,7 +30,7 @@ from tests.unit import recorder
 from tests.unit.recorder import Recorder, Streaming
 
 EPOCH = list(range(40))
-REHEARSAL = ValidateRequest(call_number=-1, num_steps=1, from_start=True, is_sanity_check=True)
+SANITY_CHECK = ValidateRequest(call_number=-1, num_steps=1, from_start=True, is_sanity_check=True)
 
 
 def make_runner(operator_cls=Recorder, **options):
@@ -123,7 +123,7 @@ def test_iterators_are_not_read_before_the_first_step():
     train_state = runner.operator._train_state
     train_state.set_features([*train_state.features, WarmedUp()])
     runner.warm_up()
-    assert runner.handle(REHEARSAL) is None
+    assert runner.handle(SANITY_CHECK) is None
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
     runner.handle(ValidateRequest(call_number=1))
     assert runner.operator.trained == runner.operator.validated == EPOCH
@@ -138,13 +138,13 @@ def test_warning_about_a_loader_that_every_worker_trains_on(num_workers, caplog)
         assert "raysgd cannot partition this list_iterator, because an iterator " in text
 
 
-def test_rehearsal_returns_metrics_and_changes_nothing():
+def test_a_sanity_check_returns_metrics_and_changes_nothing():
     runner = make_runner()
     runner.handle(TrainRequest(call_number=0, until_step=3))
     runner.handle(ValidateRequest(call_number=1, num_steps=2))
     runner.operator.model[2].running_mean.fill_(7)
     before = state_of(runner)
-    assert runner.handle(REHEARSAL)["num_samples"] == 8
+    assert runner.handle(SANITY_CHECK)["num_samples"] == 8
     assert runner.handle(LeavingMetricsRequest(call_number=1))["num_samples"] == 16
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
     runner.handle(ValidateRequest(call_number=2))

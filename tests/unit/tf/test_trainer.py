@@ -193,7 +193,7 @@ class TwoOutputs(TrainingOperator):
         self.register_data(train_loader=train.batch(4), validation_loader=validation.batch(4))
 
 
-def test_a_rehearsed_validation_changes_neither_the_losses_of_training_nor_weights():
+def test_a_sanity_check_changes_neither_the_losses_of_training_nor_weights():
     with TFTrainer(training_operator_cls=TwoOutputs, use_local=True) as trainer:
         train_state = trainer.get_local_operator()._train_state
         kernel = train_state.models[0].weights[0]

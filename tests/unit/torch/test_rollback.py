@@ -24,17 +24,17 @@ def test_versions_find_changed_replaced_and_moved_gradients_and_keep_none_alive(
     parameter.grad = torch.ones(2)
     gradient = weakref.ref(parameter.grad)
     versions = TensorVersions(lambda: [parameter, parameter.grad])
-    assert versions.find_changed() == set()
+    assert versions.find_changed_ids() == set()
     parameter.grad.mul_(2)
-    assert versions.find_changed() == {id(parameter.grad)}
+    assert versions.find_changed_ids() == {id(parameter.grad)}
     versions = TensorVersions(lambda: [parameter, parameter.grad])
     parameter.grad = parameter.grad.clone()
-    assert id(parameter.grad) in versions.find_changed()
+    assert id(parameter.grad) in versions.find_changed_ids()
     assert gradient() is None
     gradients = [torch.ones(2), torch.ones(2)]
     versions = TensorVersions(lambda: gradients)
     gradients.reverse()
-    assert versions.find_changed() == set(map(id, gradients))
+    assert versions.find_changed_ids() == set(map(id, gradients))
 
 
 def stepped(optimizer):
