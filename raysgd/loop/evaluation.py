@@ -107,7 +107,7 @@ class Evaluation:
     def _source_of(self, loader: Any) -> BatchSource:
         if callable(loader) and not isinstance(loader, Iterable):
             loader = loader(self._operator.config)
-        return self._train_state.data.wrap_given(loader)
+        return self._train_state.data.wrap_argument(loader)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
         """Return a sort key and the predictions, on the CPU, for each batch of this worker.

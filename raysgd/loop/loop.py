@@ -172,7 +172,7 @@ class Loop:
             position.global_step = max(segment.start_step, int(operator.global_step))
         train_state.end_segment()
         if position.global_step == segment.start_step and not segment.has_paused:
-            self._handle_empty_segment(segment, request.until_epoch or 0)
+            self._check_empty_segment(segment, request.until_epoch or 0)
         self.call_record.call.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
@@ -256,8 +256,8 @@ class Loop:
         finally:
             self.train_state.end_segment()
 
-    def _handle_empty_segment(self, segment: Segment, until_epoch: int) -> None:
-        """Handle a segment without a step.
+    def _check_empty_segment(self, segment: Segment, until_epoch: int) -> None:
+        """Raise an error for a segment without a step, warn of it, or add an epoch to the call.
 
         The loader is empty, was at its end, or the loop did not ask for a batch.
         """

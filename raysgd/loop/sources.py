@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataSources(ABC):
-    """The batch sources of one operator."""
+    """The loaders of one operator, each wrapped in a `BatchSource`."""
 
     def __init__(self, settings: WorkerSettings, seed: int) -> None:
         self._settings, self._seed = settings, seed
@@ -98,7 +98,7 @@ class DataSources(ABC):
         """Return the source of a loader. If there is none, reading the source raises an error."""
         return self._sources[name] if self.has(name) else BatchSource(_raise_missing(name))
 
-    def wrap_given(self, loader: Any) -> BatchSource:
+    def wrap_argument(self, loader: Any) -> BatchSource:
         """Return the source of a loader that was passed to a call."""
         source = self._check_and_wrap("The loader", loader, training=False)
         if not source.is_partitioned and self._settings.context.world_size > 1:

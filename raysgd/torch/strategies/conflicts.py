@@ -16,7 +16,7 @@ def check(
     options: Any,
     models: Sequence[torch.nn.Module] = (),
     ddp_args: Mapping[str, Any] | None = None,
-    scales: bool = False,
+    scales_gradients: bool = False,
 ) -> None:
     """Raise ValueError if a mode does not work with something else that user code has chosen.
 
@@ -26,7 +26,7 @@ def check(
         options: of the trainer.
         models: the registered models, if any.
         ddp_args: the argument of ``register``.
-        scales: whether the precision scales gradients.
+        scales_gradients: whether the precision does so.
     """
     exact, full, sharding = ("equal bits",), ("full",), ("optimizer", "full")
     every = (*exact, *sharding)
@@ -45,7 +45,7 @@ def check(
         ("DistributedDataParallel(model)", (*exact, *full), any(map(is_ddp, models))),
         ("torch.compile", full, any(map(is_compiled, models))),
         ("register(ddp_args=...)", full, ddp_args),
-        (float16, full, scales),
+        (float16, full, scales_gradients),
     ]
     for other, modes, is_given in conflicts:
         if is_given and mode in modes:

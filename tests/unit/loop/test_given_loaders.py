@@ -180,7 +180,7 @@ def test_a_given_loader_that_cannot_be_partitioned_is_refused():
     settings = operator._train_state.settings
     settings.context = dataclasses.replace(settings.context, world_size=2)
     with pytest.raises(TypeError, match="cannot partition this list_iterator"):
-        operator._train_state.data.wrap_given(iter([]))
+        operator._train_state.data.wrap_argument(iter([]))
 
 
 # ---- test
