@@ -178,6 +178,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             for each in modules:
                 del each.log, each.log_dict
             module.trainer = None
+            stand_in.pop_logged()  # of a batch that failed
 
     # ---- training
 

@@ -559,7 +559,7 @@ def test_hooks_that_never_run_cause_a_warning(caplog):
     [
         ({"training_step": lambda self, batch: None}, "Own.training_step returned None"),
         ({"training_step": lambda self, batch: torch.ones(2)}, "The loss is float32[2]. It must"),
-        ({"on_train_batch_start": lambda self, b, i: -1}, "on_train_batch_start returned -1"),
+        ({"on_train_batch_start": lambda self, b, i: self.log("a", 1) or -1}, "start returned -1"),
         ({"training_step": lambda self, batch: self.trainer.fit_loop}, "self.trainer.fit_loop"),
         ({"training_step": lambda self, batch: self.log("a", "b")}, "self.log('a', 'b'): must be"),
     ],
@@ -573,4 +573,4 @@ def test_unsupported_results_of_a_step_are_an_error(methods, said):
     with pytest.raises((TypeError, ValueError, RuntimeError, AttributeError)) as caught:
         operator.train_epoch(iter(loader()))
     assert said in str(caught.value)
-    assert operator.module._trainer is None
+    assert (operator.module._trainer, operator._stand_in.pop_logged()) == (None, {})
