@@ -268,7 +268,7 @@ def checksum(value: Any, before: int = 0, in_object: bool = False) -> int:
         return zlib.crc32(value, before)
     if kind in _SCALARS:
         return zlib.crc32(repr(value).encode(), before)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         before = zlib.crc32(repr(value.shape).encode(), before)
         return zlib.crc32(as_bytes(value.cpu()).numpy().tobytes(), before)
     if isinstance(value, Mapping):

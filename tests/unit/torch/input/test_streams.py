@@ -498,7 +498,7 @@ def test_stream_that_is_shorter_than_the_position_is_an_error():
         lambda n: {"a": torch.tensor([n]), "b": "text"},
         lambda n: (np.full(3, n), None, np.array([f"text {n}"], dtype=object)),
         lambda n: torch.full((2,), n, dtype=torch.bfloat16),
-        lambda n: [torch.tensor(n), {"x": b"%d" % n}],
+        lambda n: [torch.tensor(n), {"x": b"%d" % n}, torch.eye(2).to_sparse()],
     ],
 )
 def test_digest_depends_on_the_content_only(make):
