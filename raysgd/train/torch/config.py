@@ -79,8 +79,7 @@ def prepare_process(
         # Otherwise, Accelerate and Transformers use one process on CPU workers.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     if rendezvous is not None:
-        store = rendezvous.store
-        os.environ.update(MASTER_ADDR=store.host, MASTER_PORT=str(store.port))
+        os.environ.update(MASTER_ADDR=rendezvous.store.host, MASTER_PORT=str(rendezvous.store.port))
 
 
 class TorchTrainer(DataParallelTrainer):
