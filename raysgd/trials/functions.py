@@ -36,7 +36,7 @@ class FunctionTrainable(Trainable):
         check_runtime_env("env_vars")
         workers = cls.trial_trainer(config).create_executor().options
         bundles: list[dict[str, float]] = [{"CPU": 1}, *([workers.bundle] * workers.num_workers)]
-        return PlacementGroupFactory(bundles, strategy="PACK")
+        return PlacementGroupFactory(bundles, strategy=workers.placement_strategy)
 
     def setup(self, config: dict[str, Any]) -> None:
         """Start the workers. The first `step` starts the function, because Tune may load first."""

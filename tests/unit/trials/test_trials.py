@@ -145,10 +145,11 @@ def test_the_process_of_a_trial_reserves_only_what_its_own_worker_needs(argument
     assert room.head_bundle_is_empty == ("use_local" not in arguments)
 
 
-def test_a_trial_of_a_function_has_room_for_the_largest_group():
-    scaling = ScalingConfig(num_workers=(1, 3))
+def test_a_trial_of_a_function_has_room_for_the_largest_group_as_configured():
+    scaling = ScalingConfig(num_workers=(1, 3), placement_strategy="SPREAD")
     cls = DataParallelTrainer(print, scaling_config=scaling).as_trainable()
-    assert bundles(cls) == [WORKER] * 4  # one for the process of the trial
+    room = cls.default_resource_request({})
+    assert (room.bundles, room.strategy) == ([WORKER] * 4, "SPREAD")  # one for its own process
 
 
 @pytest.mark.parametrize(("gpus", "worker"), [(0, {"CPU": 1}), (2, {"CPU": 1, "GPU": 1})])
