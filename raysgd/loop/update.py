@@ -53,7 +53,7 @@ class BadStep(TypedDict):
     step: int  # the last one of the update
     epoch: int  # from 1
     reason: str
-    value: Any  # the norm of gradients as text, or a loss that jumped
+    value: Any  # the loss or the norm of gradients as text, or a loss that jumped
     samples: list[Any]  # of all workers, as `BatchSource.sample_ids`
 
 

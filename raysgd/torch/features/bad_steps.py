@@ -28,8 +28,8 @@ _GOOD, _SPIKE, _GRADIENT, _LOSS = range(4)  # the worst of all workers counts
 class BadStepFilter(UpdateFeature):
     """Decides before each update whether it is applied. All workers decide the same.
 
-    The gradients of a loss that is not finite become NaN, so the average of the workers' gradients
-    shows it to all of them.
+    They add up their losses, because the gradients of a loss that is not finite may be 0, as those
+    of a mean of no elements.
     """
 
     why_optimizer_step = "bad_steps"
@@ -54,15 +54,15 @@ class BadStepFilter(UpdateFeature):
         self._loss_term, self._loss = 0.0, None
 
     def filter_loss(self, update: Update, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
-        """Return a loss of the same value whose gradients are NaN if it is not finite."""
+        """Add the value of the loss."""
         if update.state is UpdateState.CLOSED:  # outside of the loop, no update is left out
             return loss
         value = loss.detach()
-        poison, term = value * 0, value.double() * factors.loss
+        term = value.double() * factors.loss
         if update.has_fixed_parts:  # the sum must not depend on the workers
             term = (term.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
-        self._loss_term = self._loss_term * factors.earlier + term + poison
-        return loss * (poison + 1)
+        self._loss_term = self._loss_term * factors.earlier + term + value * 0
+        return loss
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if update.state is UpdateState.CLOSED:
@@ -75,13 +75,10 @@ class BadStepFilter(UpdateFeature):
                 "step could not be undone. Add up the losses, and step once."
             )
         norm = float(exchange.norm(precision.parameters(optimizer))[1])
-        is_finite = math.isfinite(norm)
-        if is_finite and spike is None and registered.placement.replicates:
-            return
         loss = exchange.all_reduce_sum(float(self._loss_term)) / self._averaging_size
         loss *= update.loss_weights.exchange_factor
         usual, kind = statistics.median(self._losses or [math.inf]), _GOOD
-        if not is_finite:
+        if not math.isfinite(loss + norm):
             kind = _GRADIENT if math.isfinite(loss) else _LOSS
         elif spike is not None and usual != 0 and -loss < spike * usual < loss:
             kind = _SPIKE
@@ -89,12 +86,12 @@ class BadStepFilter(UpdateFeature):
             # Each worker has a loss and gradients of its own.
             kind = -registered.collectives.all_reduce_min(-kind)[0]
         if kind == _GOOD:
-            self._loss = loss
+            self._loss = None if spike is None else loss
         elif kind == _SPIKE:
             why = f"the loss is more than {spike:g} times the median, {usual:.4g}"
             self._record_bad_step(update, why, loss)
         elif kind == _LOSS:
-            self._record_bad_step(update, "the loss is not finite", str(norm))
+            self._record_bad_step(update, "the loss is not finite", str(loss))
         elif not precision.scales_loss:  # otherwise the GradScaler skips it, and lowers the scale
             self._record_bad_step(update, "the gradient is not finite", str(norm))
 
