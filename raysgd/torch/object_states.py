@@ -112,19 +112,18 @@ def reuse_memory(state: Any, into: Any, incoming: IncomingValue) -> Any:
             return changed
         if isinstance(state, list) and isinstance(into, list) and len(state) == len(into):
             return list(map(walk, state, into))
-        if not isinstance(state, torch.Tensor) or state.data_ptr() not in addresses:
+        if not _can_receive(state, into) or state.data_ptr() not in addresses:
             return state
-        return adopted.setdefault(state.data_ptr(), into) if _can_receive(state, into) else state
+        return adopted.setdefault(state.data_ptr(), into)
 
     result = walk(state, into)
     incoming.targets = {at: as_bytes(tensor).numpy() for at, tensor in adopted.items()}
     return result
 
 
-def _can_receive(tensor: torch.Tensor, into: Any) -> bool:
+def _can_receive(tensor: Any, into: Any) -> bool:
     return (
-        isinstance(into, torch.Tensor)
-        and into.layout is torch.strided
+        all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in (tensor, into))
         and into.is_contiguous()
         and not (into.is_conj() or into.is_neg())
         and (into.shape, into.dtype, into.device) == (tensor.shape, tensor.dtype, tensor.device)

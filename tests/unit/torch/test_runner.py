@@ -351,6 +351,8 @@ def test_a_large_state_arrives_in_the_memory_of_models_and_optimizers(monkeypatc
 
 def test_a_refused_large_state_changes_nothing(monkeypatch):
     runner, other = make_runner(Wide), make_runner(Wide, {"seed": 9, "refuses": True})
+    for each in (runner, other):
+        each.operator.model.register_buffer("sparse", torch.eye(2).to_sparse())
     before = copy.deepcopy(other.operator.model.state_dict())
     outcome = load_from_a_connection(other, runner.state_dict(), monkeypatch)
     assert "not this state" in str(outcome.exception())
