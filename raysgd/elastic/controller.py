@@ -34,7 +34,7 @@ from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed import SpeedMonitor
-from raysgd.elastic.state_machine import CallFailed, Do, FormingFailed, GroupEvent, GroupState
+from raysgd.elastic.state_machine import Action, CallFailed, FormingFailed, GroupEvent, GroupState
 from raysgd.elastic.supervisor import Supervisor
 from raysgd.elastic.worker_starter import WorkerStarter
 
@@ -166,39 +166,39 @@ class Controller:
             following = None
             for action in actions:
                 assert following is None  # only the last action returns an event
-                if action in (Do.RUN_CALL, Do.REPLAY):  # here, for short tracebacks of users
-                    following = self._supervisor.run_attempt(is_replay=action is Do.REPLAY)
+                if action in (Action.RUN_CALL, Action.REPLAY):  # here: short tracebacks of users
+                    following = self._supervisor.run_attempt(is_replay=action is Action.REPLAY)
                 else:
                     following = self._execute(action)
             if following is None:
                 return event
             event = following
 
-    def _execute(self, action: state_machine.Action) -> GroupEvent | None:
+    def _execute(self, action: state_machine.GroupAction) -> GroupEvent | None:
         former, record, call = self._former, self.record, self.record.call
         match action:
-            case Do.CHECK_GROUP:
+            case Action.CHECK_GROUP:
                 return self._supervisor.check_group()
-            case Do.AWAIT_WORKERS:
+            case Action.AWAIT_WORKERS:
                 former.await_workers(self.state.budget.min_workers)
-            case Do.REJOIN:
+            case Action.REJOIN:
                 return former.rejoin()
-            case Do.RESTART:
+            case Action.RESTART:
                 self._awaits_load, before = call.replaces_state, record.progress
                 try:
                     return former.restart(self.state.budget.min_workers)
                 except BaseException:  # the next call restarts again, and repeats the lost steps
                     record.set_progress(before)
                     raise
-            case Do.RESCUE_STATE:
+            case Action.RESCUE_STATE:
                 record.set_progress(self.snapshots.rescue(self._rpc))
-            case Do.CHECK_SNAPSHOT:
+            case Action.CHECK_SNAPSHOT:
                 return state_machine.SnapshotChecked(can_restart=self.can_restart())
-            case Do.INTERRUPT:
+            case Action.INTERRUPT:
                 assert self._supervisor.execution.attempt is not None
                 self._rpc.interrupt(self._supervisor.execution.attempt)
                 record.set_progress(*self._rpc.ask_progress().values())
-            case Do.COLLECT_METRICS:
+            case Action.COLLECT_METRICS:
                 former.collect_metrics(self.members)
             case state_machine.RemoveLost(lost):
                 for member, error in lost.items():

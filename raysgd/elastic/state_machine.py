@@ -172,7 +172,7 @@ class StopRequested(GroupEvent):
 # ---- actions
 
 
-class Do(Enum):
+class Action(Enum):
     """An action without arguments."""
 
     CHECK_GROUP = "let the components observe, and count the members that stay, join, and leave"
@@ -209,8 +209,8 @@ class Fail:
     lost: LostWorkers = field(default_factory=dict)
 
 
-Action = Do | RemoveLost | DiscardWorkers | Fail
-Transition = tuple[GroupState, tuple[Action, ...]]
+GroupAction = Action | RemoveLost | DiscardWorkers | Fail
+Transition = tuple[GroupState, tuple[GroupAction, ...]]
 
 
 def format_shortage(num_workers: int, min_workers: int) -> str:
@@ -228,39 +228,39 @@ def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Transiti
         case _, StopRequested():
             return _broken(state), ()
         case Running(), Aborted(reached_workers=reached_workers):
-            return (Broken(budget), (Do.INTERRUPT,)) if reached_workers else (Ready(budget), ())
+            return (Broken(budget), (Action.INTERRUPT,)) if reached_workers else (Ready(budget), ())
         case Starting(), Aborted():
             return Broken(budget), (DiscardWorkers(),)
         case Ready() | Broken(), Aborted():
             return state, ()
         case Ready() | Broken(), StartRequested(min_workers=min_workers):
-            return Starting(CallBudget(min_workers=min_workers)), (Do.RESTART,)
+            return Starting(CallBudget(min_workers=min_workers)), (Action.RESTART,)
         case Ready() | Broken(), CallRequested(budget=budget):
-            return replace(state, budget=budget), (Do.CHECK_GROUP,)
+            return replace(state, budget=budget), (Action.CHECK_GROUP,)
         case Ready() | Broken(), GroupChecked():
             return _after_group_check(state, event, policy)
         case Broken(), SnapshotChecked(can_restart=can_restart):
             if not can_restart:
                 return state, (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
-            return Starting(budget), (Do.RESTART,)
+            return Starting(budget), (Action.RESTART,)
         case Starting() | Broken(), GroupFormed():
-            return Ready(budget), (Do.CHECK_GROUP,) if budget.in_call else ()
+            return Ready(budget), (Action.CHECK_GROUP,) if budget.in_call else ()
         case Broken(num_failed_rejoins=number), FormingFailed(error=error):
             if error is None:
-                return state, (Do.CHECK_GROUP,)
+                return state, (Action.CHECK_GROUP,)
             if number == _MAX_FAILED_REJOINS or not isinstance(error, CollectiveError):
                 return state, ()
-            return Broken(budget, number + 1), (Do.CHECK_GROUP,)
+            return Broken(budget, number + 1), (Action.CHECK_GROUP,)
         case Broken(), StateLost(why=why):
             if not (policy.keeps_snapshots or budget.replaces_state):
                 return state, (Fail(f"{why}, {_NO_SNAPSHOT}"),)
-            return state, (DiscardWorkers(why), Do.CHECK_GROUP)
+            return state, (DiscardWorkers(why), Action.CHECK_GROUP)
         case Broken() | Running(), WorkersLost(lost=lost):
             return _after_worker_failure(_broken(state), lost, policy)
         case Running(), CallReturned(is_complete=is_complete):
-            return Ready(budget), () if is_complete else (Do.CHECK_GROUP,)
+            return Ready(budget), () if is_complete else (Action.CHECK_GROUP,)
         case Running(), CallFailed(error=error):
-            return Broken(budget), (Do.CHECK_GROUP,) if error is None else ()
+            return Broken(budget), (Action.CHECK_GROUP,) if error is None else ()
     raise ValueError(f"{event} cannot happen in the state {type(state).__name__}.")
 
 
@@ -271,28 +271,28 @@ def _broken(state: GroupState) -> Broken:
 def _after_group_check(state: GroupState, event: GroupChecked, policy: Policy) -> Transition:
     budget = state.budget
     if not event.num_workers:
-        return _broken(state), (Do.CHECK_SNAPSHOT,)
+        return _broken(state), (Action.CHECK_SNAPSHOT,)
     if event.num_workers + event.num_joining < budget.min_workers:
         if policy.may_grow:
-            return state, (Do.AWAIT_WORKERS, Do.CHECK_GROUP)
+            return state, (Action.AWAIT_WORKERS, Action.CHECK_GROUP)
         number = format_shortage(event.num_workers, budget.min_workers)
         return state, (Fail(f"{number}, and grow=False starts no replacements"),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
         if policy.process_can_rejoin and event.num_leaving < event.num_workers:
-            return _broken(state), (Do.REJOIN,)
-        collect = [Do.COLLECT_METRICS] if event.num_leaving else []
+            return _broken(state), (Action.REJOIN,)
+        collect = [Action.COLLECT_METRICS] if event.num_leaving else []
         if event.num_leaving or policy.rescues_state:
-            return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
-        return Starting(budget), (Do.RESTART,)
+            return _broken(state), (*collect, Action.RESCUE_STATE, Action.CHECK_SNAPSHOT)
+        return Starting(budget), (Action.RESTART,)
     running = Running(replace(budget, has_begun=budget.has_begun or not event.must_replay))
-    return running, (Do.REPLAY if event.must_replay else Do.RUN_CALL,)
+    return running, (Action.REPLAY if event.must_replay else Action.RUN_CALL,)
 
 
 def _after_worker_failure(state: Broken, lost: LostWorkers, policy: Policy) -> Transition:
     budget = state.budget
-    actions: list[Action] = [RemoveLost(lost)]
+    actions: list[GroupAction] = [RemoveLost(lost)]
     if not policy.survivors_stay:
-        actions += [Do.RESCUE_STATE] if policy.rescues_state else []
+        actions += [Action.RESCUE_STATE] if policy.rescues_state else []
         actions += [DiscardWorkers()]
     why = ""
     if budget.has_begun:
@@ -303,5 +303,5 @@ def _after_worker_failure(state: Broken, lost: LostWorkers, policy: Policy) -> T
         budget = replace(budget, num_early_failures=budget.num_early_failures + 1)
         if budget.num_early_failures > policy.max_early_failures:
             why = f"workers were lost {budget.num_early_failures} times before the call began"
-    actions += [Fail(why, lost) if why else Do.CHECK_GROUP]
+    actions += [Fail(why, lost) if why else Action.CHECK_GROUP]
     return replace(state, budget=budget), tuple(actions)

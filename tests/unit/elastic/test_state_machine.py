@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raysgd.elastic import state_machine
 from raysgd.elastic.policies import Policy
-from raysgd.elastic.state_machine import Broken, CallBudget, Do, Ready, Running, Starting
+from raysgd.elastic.state_machine import Action, Broken, CallBudget, Ready, Running, Starting
 from raysgd.errors import CollectiveError
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
@@ -50,17 +50,17 @@ aborted = st.builds(state_machine.Aborted, reached_workers=booleans)
 checked = st.builds(state_machine.SnapshotChecked, can_restart=booleans)
 stops = st.just(state_machine.StopRequested())
 RESULTS = {
-    Do.CHECK_GROUP: group_checked,
-    Do.REJOIN: formed | failed | lost | state_lost,
-    Do.RESTART: formed,
-    Do.CHECK_SNAPSHOT: checked,
-    **dict.fromkeys((Do.RUN_CALL, Do.REPLAY), lost | returned | stopped),
+    Action.CHECK_GROUP: group_checked,
+    Action.REJOIN: formed | failed | lost | state_lost,
+    Action.RESTART: formed,
+    Action.CHECK_SNAPSHOT: checked,
+    **dict.fromkeys((Action.RUN_CALL, Action.REPLAY), lost | returned | stopped),
 }
 """Strategies for the next event, by last action."""
 
 
 def key(action):
-    return action if isinstance(action, Do) else type(action)
+    return action if isinstance(action, Action) else type(action)
 
 
 STATES = [
@@ -147,7 +147,7 @@ def test_a_call_costs_no_more_than_its_budget(steps):
 @given(lives())
 def test_a_call_runs_only_on_a_group_that_is_ready(steps):
     for state, event, after, actions in steps:
-        runs = Do.RUN_CALL in actions or Do.REPLAY in actions
+        runs = Action.RUN_CALL in actions or Action.REPLAY in actions
         if runs:
             assert isinstance(state, Ready)
             assert event.num_workers >= state.budget.min_workers
@@ -168,5 +168,5 @@ def test_the_third_failure_to_form_a_live_group_is_an_error():
     state, event = Broken(), state_machine.FormingFailed(error=BROKEN_LINK)
     for _ in range(2):
         state, actions = state_machine.transition(state, event, POLICIES[0])
-        assert actions == (Do.CHECK_GROUP,)
+        assert actions == (Action.CHECK_GROUP,)
     assert state_machine.transition(state, event, POLICIES[0])[1] == ()
