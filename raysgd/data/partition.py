@@ -86,7 +86,7 @@ class EpochPartition:
         """Maximum number of samples that a worker with an even share processes at a time."""
         return -(-self.step_size // self.layout.num_planned_parts(self.world_size))
 
-    def end(self, offset: int) -> int:
+    def end_index(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
         if not self.drop_last:
             return self.epoch_size
@@ -94,11 +94,11 @@ class EpochPartition:
         return offset + (self.epoch_size - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
-        return max(0, -(-(self.end(offset) - offset) // self.step_size))
+        return max(0, -(-(self.end_index(offset) - offset) // self.step_size))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         after = offset + num_steps * self.step_size
-        return self.epoch_size if num_steps and after >= self.end(offset) else after
+        return self.epoch_size if num_steps and after >= self.end_index(offset) else after
 
     def step_sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
         """Iterate over the sample counts of the group's steps from `offset`."""
@@ -123,14 +123,14 @@ class EpochPartition:
 
     def num_batches(self) -> int:
         """Return the number of steps of an epoch, or of this worker's batches in validation."""
-        return self.num_steps() if self.training else len(self._own_starts(0, self.end(0)))
+        return self.num_steps() if self.training else len(self._own_starts(0, self.end_index(0)))
 
     def _own_starts(self, offset: int, end: int) -> range:
         """Return where the batches begin that this worker gets in turn."""
         return range(offset + self.rank * self.batch_size, end, self.world_size * self.batch_size)
 
     def _end_of_steps(self, offset: int, num_steps: int | None) -> int:
-        end = self.end(offset)
+        end = self.end_index(offset)
         return end if num_steps is None else min(end, offset + num_steps * self.step_size)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small

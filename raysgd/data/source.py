@@ -320,7 +320,7 @@ class PartitionedSource(BatchSource):
         "_partition.batch_size", "Samples of this worker per step in a group of full size."
     )
     global_batch_size: int | None = forward_to("_partition.step_size")
-    epoch_samples: Any = property(lambda self: self.partition.end(0))
+    epoch_samples: Any = property(lambda self: self.partition.end_index(0))
 
     def __len__(self) -> int:
         if self._epoch_size is None:

@@ -161,7 +161,7 @@ class Dispatcher:
             start = self._train_starts.pop(request.call_number, self.position)
             call.on_progress = call.log_points.on_log = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
-        position, speed = self.position, controller.speed.end_lap("train")
+        position, speed = self.position, controller.speed.end_interval("train")
         results += [outcome.unpack() for outcome in call.leaving_outcomes]
         merged = self._merge(results)
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
@@ -191,7 +191,7 @@ class Dispatcher:
             return
         newest, timing = points[-1][1], dict(points)
         members = [member for member in self.controller.members if member in timing]
-        speed = self.controller.speed.end_lap("step", {m: timing[m].timing for m in members})
+        speed = self.controller.speed.end_interval("step", {m: timing[m].timing for m in members})
         call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
         self._log_position = ReportedPosition(epoch=newest.epoch, global_step=newest.global_step)
         try:

@@ -136,7 +136,7 @@ class FitLoop:
         history, arguments = History(), self.fit_arguments
         num_epochs = arguments.num_epochs
 
-        def end() -> str | None:
+        def reason_to_end() -> str | None:
             if arguments.max_steps is not None and trainer.global_step >= arguments.max_steps:
                 return self.stop_reason or f"max_steps={arguments.max_steps} is reached"
             return self.stop_reason
@@ -149,7 +149,7 @@ class FitLoop:
                 num_epochs,
                 self.num_completed_epochs,
             )
-        while end() is None and self.num_completed_epochs < num_epochs:
+        while reason_to_end() is None and self.num_completed_epochs < num_epochs:
             epoch = self.num_completed_epochs
             history.append(trainer.train(max_retries=arguments.max_retries, info=arguments.info))
             if len(history) == 1 and arguments.validate_every is None:
@@ -160,7 +160,7 @@ class FitLoop:
                 validated = self.validate(trainer, arguments.info, from_start=True).merged
                 history[-1] = {**validated, **history[-1]}
         history.stop_reason = f"num_epochs={num_epochs} is reached"
-        if (reason := end()) is not None and self.num_completed_epochs < num_epochs:
+        if (reason := reason_to_end()) is not None and self.num_completed_epochs < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
             logger.log(level, "fit() ends at step %d: %s", trainer.global_step, reason)

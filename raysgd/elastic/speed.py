@@ -225,7 +225,7 @@ class SpeedMonitor:
     _num_windows: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
     """Numbers of windows by their phase and rank, or None for a window that is not slow."""
     _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
-    _laps: dict[str, tuple[PhaseTimes, _ByWorker]] = field(default_factory=dict)  # newest, by kind
+    _starts: dict[str, tuple[PhaseTimes, _ByWorker]] = field(default_factory=dict)  # by kind
     _step: int = 0  # the newest that workers have reported
     _saved_s: float = 0.0
     _is_saving: bool = False
@@ -303,17 +303,17 @@ class SpeedMonitor:
             return ""  # noise, or a few slow steps
         return found.text
 
-    def end_lap(
+    def end_interval(
         self, kind: str, timing: Mapping[WorkerHandle, PhaseTotals] | None = None
     ) -> dict[str, list[float]]:
-        """Return the mean seconds per step by phase and rank since the last lap of a kind.
+        """Return the mean seconds per step by phase and rank since the last interval of a kind.
 
         It ends at `timing`, or at the newest times.
         """
         totals = self._totals if timing is None else timing
         newest = {member: self._times_of(each) for member, each in totals.items()}
-        new, before = self._laps.get(kind, (np.zeros(len(PHASES) + 2), {}))
-        self._laps[kind] = self._times_of(PhaseTotals()), newest  # the first of later workers
+        new, before = self._starts.get(kind, (np.zeros(len(PHASES) + 2), {}))
+        self._starts[kind] = self._times_of(PhaseTotals()), newest  # the first of later workers
         rows = np.array([_difference(now, before.get(m, new)) for m, now in newest.items()])
         if not (rows.size and rows[:, _STEPS].all()):
             return {}

@@ -77,7 +77,7 @@ class SequentialSource(PartitionedSource):
             size = self._read_to(offset, min(unit, end - offset))
             self._span = offset, size
             step = replace(partition, epoch_size=size)
-            if step.end(0) == 0:
+            if step.end_index(0) == 0:
                 return
             self._steps_read = -(-(offset + size - first) // partition.step_size)
             for start, stop in step.spans():

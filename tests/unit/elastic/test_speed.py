@@ -188,13 +188,13 @@ def test_a_new_group_is_measured_from_its_start():
 def test_a_lap_has_the_times_since_the_last_lap_of_its_kind():
     group = Group()
     group.train(FAST, FAST)
-    assert group.monitor.end_lap("train")["forward_s"] == [pytest.approx(0.004)] * 2
+    assert group.monitor.end_interval("train")["forward_s"] == [pytest.approx(0.004)] * 2
     group.train(WAITS, SLOW)
-    lap = group.monitor.end_lap("train")
-    assert lap["forward_s"] == pytest.approx([0.004, 0.014])
-    assert lap["samples_per_s"] == pytest.approx([32 / 0.052] * 2)
+    interval = group.monitor.end_interval("train")
+    assert interval["forward_s"] == pytest.approx([0.004, 0.014])
+    assert interval["samples_per_s"] == pytest.approx([32 / 0.052] * 2)
     group.monitor._saved_s += 5.0
-    assert group.monitor.end_lap("train") == {}, "no step since then"
+    assert group.monitor.end_interval("train") == {}, "no step since then"
     group.members[1] = group.new_member("new")
     group.train(FAST, FAST)
-    assert group.monitor.end_lap("train")["save_s"] == pytest.approx([0.0, 0.0])
+    assert group.monitor.end_interval("train")["save_s"] == pytest.approx([0.0, 0.0])
