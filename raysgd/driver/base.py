@@ -144,10 +144,9 @@ class OperatorTrainer(TrainerProperties):
             request = self._fit_loop.train_request(info, profile, dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch
-            metrics = with_epoch(epoch, result.merged)
-            self._fit_loop.report_training(self, metrics, result)
+            self._fit_loop.report_training(self, result)
         if reduce_results:
-            return metrics
+            return result.merged
         return [with_epoch(epoch, each) for each in result.by_worker]
 
     def validate(

@@ -20,7 +20,7 @@ from raysgd.cluster.serialization import PackedValue
 from raysgd.elastic.call import Call, LogPointCollector, WorkerPoint
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import CallbackPause, LeavingMetricsRequest, TrainRequest, ValidateRequest
-from raysgd.metrics import merge_workers
+from raysgd.metrics import merge_workers, with_epoch
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Dispatcher:
             self._report_bad_steps(trainer)
         position, speed = self.position, controller.speed.end_interval("train")
         results += [outcome.unpack() for outcome in call.leaving_outcomes]
-        merged = self._merge(results)
+        merged = with_epoch(trainer.epoch, self._merge(results))
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
         return CallResult(results, merged, position.epoch > start.epoch, last_call)
 

@@ -179,14 +179,12 @@ class FitLoop:
             dataset=dataset,
         )
 
-    def report_training(
-        self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
-    ) -> None:
+    def report_training(self, trainer: Trainer, result: CallResult) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
-        self._epoch_result = _EpochResult(metrics, result.last_call)
+        self._epoch_result = _EpochResult(result.merged, result.last_call)
         hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
         try:
-            self.dispatcher.report(hook, trainer, metrics, result.last_call)
+            self.dispatcher.report(hook, trainer, result.merged, result.last_call)
         finally:  # also after Ctrl-C in a callback
             if result.has_completed_epoch and not self.is_validation_due:
                 self._report_result(trainer)
