@@ -153,7 +153,7 @@ class CheckpointCallback(Callback):
         elif self.monitor in metrics:
             self._is_rated = True
             self._save(trainer, metrics)
-        elif call.kind == "validate":
+        elif call.kind == "validate" and "epoch" in metrics:  # with the metrics of training
             known = trainer.latest_metrics
             raise ValueError(missing_metric("CheckpointCallback", self.monitor, known))
         elif trainer.num_epochs is None and not self._is_rated:  # in a loop, keep the newest

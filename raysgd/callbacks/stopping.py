@@ -56,10 +56,11 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        known = trainer.latest_metrics
         if self.monitor in metrics:
             self._compare(trainer, metrics[self.monitor])
-        elif call.kind == "validate" and self.monitor not in trainer.latest_metrics:
-            raise ValueError(missing_metric("EarlyStopping", self.monitor, trainer.latest_metrics))
+        elif call.kind == "validate" and "epoch" in metrics and self.monitor not in known:
+            raise ValueError(missing_metric("EarlyStopping", self.monitor, known))
 
     def _compare(self, trainer: Trainer, measured: Any) -> None:
         if (value := numbers_in({"value": measured}).get("value")) is None:

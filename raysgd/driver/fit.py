@@ -142,6 +142,8 @@ class FitLoop:
             return self.stop_reason
 
         if self.lacks_validation and self.is_validation_due:  # since an earlier fit()
+            if self.dispatcher.metrics.get("epoch") != self.num_completed_epochs:
+                self.restore_due_validation({})  # Ctrl-C in the last step has lost its metrics
             self.validate(trainer, arguments.info, from_start=True)
         if self.num_completed_epochs >= num_epochs:
             logger.warning(

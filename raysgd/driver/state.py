@@ -70,7 +70,8 @@ class StateTransfer:
             entries["provenance"] = {**self.provenance}
         if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
-            entries["validation_due"] = scalars(self.dispatcher.metrics)
+            metrics, epoch = self.dispatcher.metrics, self.fit_loop.num_completed_epochs
+            entries["validation_due"] = scalars(metrics) if metrics.get("epoch") == epoch else {}
         return entries
 
     def _collect_from_workers(self, method: str, frozen: bool) -> dict[str, Any]:

@@ -51,6 +51,9 @@ class Spy(Callback):
     def on_validation_end(self, trainer, metrics):
         self.note("on_validation_end", metrics["num_samples"])
 
+    def on_result(self, trainer, call, metrics):
+        assert metrics.get("epoch", trainer.epoch) == trainer.epoch
+
     def on_event(self, trainer, event):
         self.note("on_event", event.kind)
 
