@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from raysgd._internal.nested import map_leaves
+from raysgd._internal.nested import map_leaves, try_copy
 
 __all__ = [
     "BATCH_COUNT",
@@ -180,7 +180,7 @@ class Sums(MergeableMetric):
 
     def __init__(self, function: Callable[..., Any], /, **sums: Any) -> None:
         self.function = function
-        self._sums = {name: _exact(_summable(value)) for name, value in sums.items()}
+        self._sums = {name: _exact(try_copy(_summable(value))) for name, value in sums.items()}
 
     @property
     def sums(self) -> dict[str, Any]:

@@ -249,7 +249,9 @@ def test_a_merged_value_can_be_merged_after_pickling(pickler):
 
 
 def test_sums_may_be_tensors_and_arrays_and_are_float64():
-    sums = one = Sums(total_of, a=torch.full((2,), 0.1), b=np.float32(0.1), c=torch.tensor(1))
+    a = torch.full((2,), 0.1).double()
+    sums = one = Sums(total_of, a=a, b=np.float32(0.1), c=torch.tensor(1))
+    a.zero_()  # as if the next batch uses this buffer
     for _ in range(999):
         sums = sums.merge(one)
     assert sums.sums["a"].dtype == torch.float64
