@@ -117,14 +117,14 @@ class WeightedAverageResultsPreprocessor(_Aggregator):
     def _aggregate(self, numbers: Mapping[int, float], results: Results) -> float:
         key = self._weight_key
         weights = {rank: numbers_in(results[rank]).get(key, 0.0) for rank in numbers}
-        weights = {rank: 0.0 if math.isnan(weight) else weight for rank, weight in weights.items()}
+        weights = {rank: weight for rank, weight in weights.items() if abs(weight) > 0}  # not NaN
         total = sum(weights.values())
         if total == 0:
             logger.warning(
                 "All workers count equally, because the weights %r are missing or sum to zero.", key
             )
             return sum(numbers.values()) / len(numbers)
-        return sum(value * weights[rank] for rank, value in numbers.items()) / total
+        return sum(numbers[rank] * weight for rank, weight in weights.items()) / total
 
 
 __all__ = sorted(name for name in globals() if name.endswith("ResultsPreprocessor"))

@@ -48,9 +48,9 @@ def test_a_value_over_the_workers_that_reported_a_number_is_added(preprocessor, 
     assert preprocessor.preprocess(results) == [{**result, **added} for result in results]
 
 
-@pytest.mark.parametrize(("wrong", "most"), [(None, 3), (float("nan"), float("nan"))])
+@pytest.mark.parametrize(("wrong", "most"), [(None, 3), (0, 3), (float("nan"), float("nan"))])
 def test_workers_without_a_weight_do_not_count(wrong, most):
-    results = [{"a": 2, "n": 1}, {"a": 100, "n": wrong}, {"a": 4, "n": 3}]
+    results = [{"a": 2, "n": 1}, {"a": float("nan"), "n": wrong}, {"a": 4, "n": 3}]
     (first, *_) = WeightedAverageResultsPreprocessor(["a"], "n").preprocess(results)
     assert first["weight_avg_n(a)"] == 3.5
     (first, *_) = MaxResultsPreprocessor(["n"]).preprocess(results)
