@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from raysgd._internal.arguments import check_choice, check_flags
-from raysgd._internal.nested import map_leaves
+from raysgd.torch.input.batches import map_batch
 from raysgd.torch.precision import PRECISIONS, Precision, to_full_precision
 from raysgd.train.session import get_context, world_size
 from raysgd.train.torch.prepared_loader import PreparedLoader
@@ -273,7 +273,7 @@ def _in_autocast(
     precision: Precision, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with precision.autocast():
-        return map_leaves(forward(*args, **kwargs), to_full_precision)
+        return map_batch(forward(*args, **kwargs), to_full_precision)
 
 
 class TorchAccelerator:

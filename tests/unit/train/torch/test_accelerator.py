@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import namedtuple
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_in_mixed_precision_a_model_computes_in_bfloat16_and_returns_float32():
         def forward(self, x):
             y = super().forward(x)
             seen.append(y.dtype)
-            return {"y": y, "pair": (y, 1)}
+            return {"y": y, "pair": namedtuple("Pair", "y n")(y, 1)}
 
         def __init_subclass__(cls):
             raise TypeError("prepare_model works without a subclass that users would see")
