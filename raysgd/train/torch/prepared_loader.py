@@ -296,13 +296,9 @@ class _WorkerSampler(DistributedSampler[Any]):
         self.source = source
         self.dataset = source.loader.dataset
 
-    @property
-    def epoch(self) -> int:
-        return self._passes.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self._passes.epoch = epoch
+    epoch: Any = property(
+        lambda self: self._passes.epoch, lambda self, epoch: setattr(self._passes, "epoch", epoch)
+    )
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.source.partition.spans())
