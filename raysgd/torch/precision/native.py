@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -57,6 +58,8 @@ class NativeAmp(Precision):
             self._is_checked = True  # set this first, because unscale_ may raise halfway
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
+            if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+                vars(optimizer)["_step_supports_amp_scaling"] = False  # it would unscale them again
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self.unscale(optimizer)  # also for fused optimizers, whose hooks would see scaled gradients
