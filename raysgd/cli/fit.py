@@ -17,14 +17,13 @@ from typing import Any
 
 from raysgd._internal.arguments import unknown_argument
 from raysgd._internal.config import BATCH_SIZE
-from raysgd._internal.nested import map_leaves
 from raysgd._internal.tracebacks import groups_as_text, is_user_file
 from raysgd._internal.values import json_dict
 from raysgd.callbacks import CheckpointCallback
 from raysgd.errors import RaySGDError
 
 _SECTIONS = ("config", "trainer", "fit", "checkpoint")
-_EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
+_EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z")
 
 
 def load_operator(target: str) -> type[Any]:
@@ -33,7 +32,7 @@ def load_operator(target: str) -> type[Any]:
     malformed = ValueError(f"{target!r}: must be package.module:Operator or file.py:Operator.")
     if not module or not name:
         raise malformed
-    folder = Path.cwd()
+    folder, file = Path.cwd(), None
     if module.endswith(".py"):
         file = Path(module).absolute()
         if not file.is_file():
@@ -43,7 +42,10 @@ def load_operator(target: str) -> type[Any]:
     folders = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     sys.path.insert(0, str(folder))
-    operator_cls: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    imported = importlib.import_module(module)
+    if file and Path(getattr(imported, "__file__", None) or "").resolve() != file.resolve():
+        raise ValueError(f"{file}: {module!r} is also the name of another module. Rename the file.")
+    operator_cls: Any = functools.reduce(getattr, name.split("."), imported)
     if not isinstance(operator_cls, type):
         raise malformed
     return operator_cls
@@ -106,17 +108,14 @@ def _parse(text: str) -> Any:
             keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             if twice := [key for key in keys if keys.count(key) > 1]:
                 raise ValueError(f"it has the key {twice[0]!r} twice{node.start_mark}")
-            return super().construct_mapping(node, deep)
+            return super().construct_mapping(node, deep=True)  # finds recursive values
 
+    # YAML 1.1 reads exponents such as 1e-3 as strings.
+    UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+.0123456789"])
     try:
-        return map_leaves(yaml.load(text, UniqueKeys), _parse_exponent)
+        return yaml.load(text, UniqueKeys)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-
-
-def _parse_exponent(leaf: Any) -> Any:
-    """Convert exponents such as 1e-3, which YAML reads as strings, to floats."""
-    return float(leaf) if isinstance(leaf, str) and _EXPONENT.fullmatch(leaf) else leaf
 
 
 def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:

@@ -32,8 +32,7 @@ TRAINS = (
     "script_of_a_test:Recorder",
     "trainer.use_local=true",
     "trainer.use_gpu=false",
-    "config.num_samples=8",
-    "config.batch_size=8",
+    *("config.num_samples=8", "config.batch_size=8"),
 )
 
 
@@ -46,6 +45,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     yield tmp_path
     sys.modules.pop("script_of_a_test", None)
+    sys.modules.pop("a-copy", None)
 
 
 def fit(*arguments):
@@ -86,10 +86,10 @@ def test_the_example_trains(folder):
 
 def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("config:\n  BATCH_SIZE: 64\n  lr: 1e-3\n  net: {depth: 2}\nfit:\n")
-    found = read_settings(path, ["config.net.width=[3, 4]", "trainer.num_workers=2", "config.a=b"])
+    path.write_text("config: {BATCH_SIZE: 64, lr: 1e-3, run: '1e3', net: {depth: 2}}\nfit:\n")
+    found = read_settings(path, ["config.net.width=[3, 4]", "trainer.num_workers=2"])
     assert found == {
-        "config": {BATCH_SIZE: 64, "lr": 1e-3, "net": {"depth": 2, "width": [3, 4]}, "a": "b"},
+        "config": {BATCH_SIZE: 64, "lr": 1e-3, "run": "1e3", "net": {"depth": 2, "width": [3, 4]}},
         "trainer": {"num_workers": 2},
         "fit": {},
         "checkpoint": {},
@@ -104,6 +104,7 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
         (["script_of_a_test:points", "fit.max_steps=1"], "must be package.module:Operator"),
         (["script_of_a_test.py", "fit.max_steps=1"], "must be package.module:Operator"),
         (["src/train.py:Operator", "fit.max_steps=1"], "src/train.py does not exist"),
+        (["operator.py:Recorder", "fit.max_steps=1"], "Rename the file."),
         (["script_of_a_test:Recorder", "trainer.num_workers=two", "fit.max_steps=1"], "be an int"),
         ([*TRAINS, "fit.num_epochs=ten"], "fit(num_epochs='ten'): must be an int."),
         ([*TRAINS, "fit.max_steps=1", "checkpoint.every=0"], 'must be "epoch" or a number'),
@@ -121,6 +122,7 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
 )
 def test_wrong_argument_is_one_sentence(folder, arguments, text):
     (folder / "flat.yaml").write_text("lr: 3\n")
+    (folder / "operator.py").touch()
     (folder / "odd.yaml").write_text("a: [3")
     result = fit(*arguments)
     assert result.exit_code == 2
