@@ -26,7 +26,7 @@ class PreemptionMonitor:
     _record: GroupRecord
     _can_join: bool
     _step_s: float = 0.0
-    _announced: set[WorkerHandle] = field(default_factory=set)
+    _announced: set[tuple[WorkerHandle, str]] = field(default_factory=set)  # with causes
     must_save: bool = False
     """Whether to save soon: workers leave before any worker can replace them.
 
@@ -61,8 +61,9 @@ class PreemptionMonitor:
             if each.process.terminated_s is not None:
                 self._group.notices.record_sigterm(member, each.process.terminated_s)
         preempted = self._group.preempted()
-        news = {member: preempted[member] for member in preempted if member not in self._announced}
-        self._announced = set(preempted)
+        news = {m: each for m, each in preempted.items() if (m, each.cause) not in self._announced}
+        self._announced |= {(member, notice.cause) for member, notice in news.items()}
+        self._announced = {(m, cause) for m, cause in self._announced if m in preempted}
         for notice in dict.fromkeys(news.values()):
             concerned = [member for member in news if news[member] == notice]
             left_s = max(0.0, notice.deadline - self._group.clock.time())

@@ -169,18 +169,19 @@ def watch_of(left_s, **sizes):
         clock=clock,
         members=range(sizes["num_workers"]),
         options=GroupOptions(**sizes),
-        preempted=lambda: {rank: PreemptionNotice("", clock.now + s) for rank, s in left_s.items()},
+        preempted=lambda: {r: PreemptionNotice(str(s), clock.now + s) for r, s in left_s.items()},
     )
     return PreemptionMonitor(group, SimpleNamespace(add_event=lambda *_, **__: None), True)
 
 
-def test_a_later_notice_does_not_revoke_the_save():
-    left_s = {0: 1}
+def test_a_more_urgent_notice_saves_and_a_later_one_does_not_revoke_the_save():
+    left_s, saves = {}, []
     watch = watch_of(left_s, num_workers=4)
-    watch.observe({})
-    left_s[1] = 60
-    watch.observe({})
-    assert watch.must_save
+    for rank, seconds in ((1, 60), (1, 1), (0, 60)):
+        left_s[rank] = seconds
+        watch.observe({})
+        saves.append(watch.must_save)
+    assert saves == [False, True, True]
 
 
 @pytest.mark.parametrize(
