@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raysgd._internal.arguments import plain_int
+from raysgd._internal.nested import try_copy
 from raysgd.cluster.ray_session import check_runtime_env
 from raysgd.loop.operator_base import has_validation_loader
 
@@ -76,7 +77,7 @@ class BaseTrainable(Trainable):
     def _create_trainer(self, config: dict[str, Any]) -> Any:
         arguments = self.trainer_arguments(config)
         if "callbacks" in arguments:  # the next trial needs new callbacks
-            arguments["callbacks"] = copy.deepcopy(arguments["callbacks"])
+            arguments["callbacks"] = try_copy(arguments["callbacks"])
         if arguments["use_gpu"] == "auto" and self.trial_resources is not None:
             # The cluster may have gained GPUs since Tune reserved the resources.
             arguments["use_gpu"] = any("GPU" in b for b in self.trial_resources.bundles)

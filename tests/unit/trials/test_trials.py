@@ -240,11 +240,11 @@ def test_a_reused_trial_keeps_nothing_of_the_first(make_trial):
     trial = make_trial({"lr": 0.1}, callbacks=[Counting()])
     assert [trial.train()["num_epochs_seen"] for _ in range(2)] == [1, 2]
     first = trial.trainer
-    assert trial.reset({"lr": 0.2})
-    assert lr_of(trial) == 0.2
-    result = trial.train()
-    assert (result["epoch"], result["num_epochs_seen"]) == (1, 1)
+    assert (trial.reset({"lr": 0.2}), lr_of(trial)) == (True, 0.2)
+    assert trial.train().items() >= {"epoch": 1, "num_epochs_seen": 1}.items()
     with pytest.raises(RuntimeError, match="shut down"):
         first.train()
+    vars(counting := Counting())["module"] = pytest  # which cannot be copied
+    make_trial({"lr": 0.1}, callbacks=[counting])
     trainer = DataParallelTrainer(print, run_config=RunConfig(callbacks=[TrainingCallback()]))
     assert trainer.for_trial({}).run_config.callbacks[0] not in trainer.run_config.callbacks
