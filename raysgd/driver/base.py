@@ -235,7 +235,7 @@ class OperatorTrainer(TrainerProperties):
 
         Args:
             num_epochs: number of completed epochs at which to end. Optional with `max_steps`.
-            validate_every: number of epochs between validations; the last epoch is always
+            validate_every: number of epochs between validations; epoch `num_epochs` is always
                 validated. None for no validation.
             callbacks: called in this `fit` only, after the callbacks of the trainer.
             log_every: number of steps between two logs. Loggers get the means since the last log or

@@ -68,7 +68,7 @@ class FitLoop:
                if an exception or a save preceded the validation of an epoch: validate
                until num_epochs, a limit, or request_stop:
                    trainer.train()
-                   if validate_every divides the epoch, or it is the last: validate
+                   if validate_every divides the epoch, or it is num_epochs: validate
     """
 
     options: Options
