@@ -80,6 +80,7 @@ class BatchSource:
     epoch_samples = 0  # samples of an epoch of all workers, or 0 if unknown
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     num_collated: int | None = None  # samples that the loader joined in the newest batch, if known
+    steps_read: int | None = None  # by the group since `batches`; None: as many as this worker
     update_digest = 0  # of the samples up to the newest step, if workers compare it in updates
     # For messages: the kind of the data, who reads the samples, and how one worker could read each.
     data_kind = "unpartitioned data"
@@ -160,10 +161,6 @@ class BatchSource:
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         return offset + num_steps
-
-    def steps_taken(self, num_batches: int) -> int:
-        """Return the group's steps in the newest iteration, if this worker read `num_batches`."""
-        return num_batches
 
     def end_processes(self) -> None:
         """End the iteration, and stop the loader's processes. The next iteration starts others."""

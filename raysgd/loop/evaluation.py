@@ -56,7 +56,7 @@ class Evaluation:
         while steps_left is None or steps_left > 0:
             left_in_epoch = source.steps_left(offset)
             limit = min((n for n in (steps_left, left_in_epoch) if n is not None), default=None)
-            timer = train_state.timers.record("validation")
+            timer, source.steps_read = train_state.timers.record("validation"), None
             with self._reading(source, offset, limit) as batches, timer:
                 result = operator.validate(batches, request.info)
             metrics = as_metrics(operator.validate, result)
@@ -64,12 +64,16 @@ class Evaluation:
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
             self._call_record.own_metrics.append((train_state.position.global_step, metrics))
             if limit is None or left_in_epoch is None:
-                num_steps = source.steps_taken(batches.num_finished_steps)
+                own, of_group = batches.num_finished_steps, source.steps_read
+                num_steps = own if of_group is None else of_group
                 ends_epoch = limit is None or num_steps < limit
                 is_empty = num_steps == 0 and batches.is_exhausted
             else:  # of the group: this rank may have fewer batches
                 num_steps, ends_epoch, is_empty = limit, limit == left_in_epoch, limit == 0
-            if offset == 0 and is_empty:
+            if is_empty and offset > 0:  # the previous call stopped at the end of the loader
+                offset = 0
+                continue
+            if is_empty:
                 context = train_state.context
                 rank = context.world_rank if context.world_size > 1 else None
                 raise empty_loader_error("validation", source, rank)

@@ -241,7 +241,7 @@ class DatasetSource(PartitionedSource):
         self, iteration: _Iteration, offset: int, stop: int | None = None
     ) -> Iterator[Any]:
         gives_whole_batches = not self._training and not self._splits_batches
-        partition = self._partition
+        partition, self.steps_read = self._partition, 0
         size = partition.world_size if gives_whole_batches else partition.step_size
         while stop is None or offset < stop:
             drawn = iteration.read(offset, size if stop is None else min(size, stop - offset))
@@ -256,6 +256,7 @@ class DatasetSource(PartitionedSource):
                 )
             if not drawn:
                 return
+            self.steps_read += 1
             offset += len(drawn)
             if self._training:
                 yield from self._own_micro_batches(drawn)

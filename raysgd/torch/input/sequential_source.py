@@ -69,7 +69,7 @@ class SequentialSource(PartitionedSource):
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         self._seek(epoch, offset)
-        partition, first, self._steps_read = self._partition, offset, 0
+        partition, first, self.steps_read = self._partition, offset, 0
         end = sys.maxsize if num_steps is None else offset + num_steps * partition.step_size
         turns = partition.world_size * partition.batch_size  # of all workers, in validation
         unit = partition.step_size if partition.training else turns
@@ -79,7 +79,7 @@ class SequentialSource(PartitionedSource):
             step = replace(partition, epoch_size=size)
             if step.end_index(0) == 0:
                 return
-            self._steps_read = -(-(offset + size - first) // partition.step_size)
+            self.steps_read = -(-(offset + size - first) // partition.step_size)
             for start, stop in step.spans():
                 yield self._batch(offset + start, offset + stop)
             offset += size
@@ -112,9 +112,6 @@ class SequentialSource(PartitionedSource):
     def offset_after(self, offset: int, num_steps: int) -> int:
         end = offset + num_steps * self._partition.step_size
         return min(end, self._buffer.end) if self._buffer.has_ended else end
-
-    def steps_taken(self, num_batches: int) -> int:
-        return self._steps_read
 
     # ---- what continues an epoch
 
@@ -151,7 +148,6 @@ class SequentialSource(PartitionedSource):
         self._reading: tuple[int, int] | None = None  # epoch and seed
         self._buffer = StreamBuffer()
         self._span = 0, 0  # start and size of the newest step
-        self._steps_read = 0
 
     def _seek(self, epoch: int, offset: int) -> None:
         if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):

@@ -44,7 +44,9 @@ def test_every_worker_trains_in_each_step_and_validates_its_own(workers, samples
     assert set(everything) == set(range(samples))
     # samples are repeated only in a step with fewer samples than workers
     assert len(everything) - samples < workers * (len(found[0]) if splits else 1)
-    found = [drawn(s) for s in sources(workers, samples, size, training=False, splits=splits)]
+    validating = sources(workers, samples, size, training=False, splits=splits)
+    found = [drawn(source) for source in validating]
+    assert len({source.steps_read for source in validating}) == 1  # also without a batch
     assert sorted(x for batches in found for batch in batches for x in batch) == [*range(samples)]
 
 

@@ -116,7 +116,7 @@ def test_validation_reads_each_sample_once(size, batch_size, world_size, full_si
         source = wrap(loader, training=False, **arguments)
         keys = itertools.count(rank, world_size)
         parts += [(next(keys), numbers_of(batch)) for batch in source.batches(0, 0)]
-        num_steps, at = source.steps_taken(0), 0
+        num_steps, at = source.steps_read, 0
         assert num_steps == math.ceil(size / (batch_size * full_size))
         for _ in range(num_steps):
             of_steps += [n for batch in source.batches(0, at, 1) for n in numbers_of(batch)]
