@@ -309,9 +309,11 @@ class PartitionedSource(BatchSource):
 
     @property
     def partition(self) -> EpochPartition:
-        """This worker's part of an epoch."""
-        return self._partition
+        """This worker's part of an epoch, which has its current length."""
+        newest, size = self._partition, self._current_size
+        return newest if size in (None, newest.epoch_size) else replace(newest, epoch_size=size)
 
+    _current_size: int | None = forward_to("_epoch_size", "Items of the current epoch, if known.")
     _data_length: int = forward_to("partition.epoch_size", "Items of an epoch of all workers.")
     batch_size: int = forward_to(
         "_partition.batch_size", "Samples of this worker per step in a group of full size."

@@ -36,6 +36,7 @@ class SequentialSource(PartitionedSource):
     reading_advice = "use a data set that can be indexed, or raysgd.data.Stream for files"
     order_sampler = None
     epoch_samples = 0
+    _current_size: Any = property(lambda self: known_length(self.loader))
 
     def __init__(self, loader: Any, *, seed: int, **partition_arguments: Any) -> None:
         self._collates, self._seed = collates_stream(loader), seed
@@ -85,7 +86,7 @@ class SequentialSource(PartitionedSource):
             offset += size
             if not partition.training:
                 self._buffer.trim(offset)
-        if offset == self._epoch_size:
+        if offset == self.partition.epoch_size:
             self._read_to(offset, 1)  # code of the loader after its last batch may matter
 
     def _batch(self, start: int, stop: int) -> Any:

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from numbers import Integral
 from typing import Any, Self
 
@@ -25,7 +24,7 @@ from torch.utils.data import (
 from raysgd._internal.collectives import Collectives
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
-from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
+from raysgd.data.partition import BY_WORKERS, StepLayout
 from raysgd.data.source import (
     BatchSource,
     PartitionedSource,
@@ -145,11 +144,7 @@ class MapStyleSource(PartitionedSource):
         self._collates = loader.batch_size is not None and loader.collate_fn != collate_samples
         self._kept_loader: DataLoader[Any] | None = None
 
-    @property
-    def partition(self) -> EpochPartition:
-        """This worker's part, for the current length of the sampler."""
-        newest, size = self._partition, len(self.order_sampler)
-        return newest if newest.epoch_size == size else replace(newest, epoch_size=size)
+    _current_size: Any = property(lambda self: len(self.order_sampler))
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]

@@ -712,8 +712,11 @@ def test_an_epoch_has_the_length_that_its_sampler_has_then(make_trainer):
     before = drawn.fingerprint()
     assert indices(drawn.batches(0, 0)) == [6, 5, 4, 3, 2, 1, 0]
     assert drawn.fingerprint() == before  # that of a worker that joins
-    for kind in Growing, type("Divided", (Growing,), {"num_replicas": 1}):
-        trainer, loader = make_trainer(), DataLoader(make_data(20), 2, sampler=kind(2))
+    divided = type("Divided", (Growing,), {"num_replicas": 1})
+    loaders = [DataLoader(make_data(20), 2, sampler=kind(2)) for kind in (Growing, divided)]
+    read = {"__iter__": lambda self: iter(DataLoader(make_data(len(self)), 1))}
+    for loader in *loaders, type("Loader", (Growing,), read)(2):
+        trainer = make_trainer()
         trainer.apply_all_operators(lambda op, own=loader: op.register_data(train_loader=own))
         assert [trainer.train()["num_samples"] for _ in range(4)] == [2, 3, 4, 5]
 
