@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from raysgd._internal.arguments import as_int, resolve_mode
 from raysgd._internal.files import TEMPORARY_NAME
-from raysgd._internal.nonfinite import find_nonfinite
 from raysgd._internal.values import numbers_in
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
 from raysgd.checkpoint.location import Location, UnreachableError
@@ -218,7 +217,7 @@ class CheckpointStore(CheckpointFolder):
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:
-        """Load the newest intact checkpoint. Warn of newer ones that are damaged or not finite.
+        """Load the newest intact checkpoint. Warn of newer ones that are damaged.
 
         Returns:
             The checkpoint; None if the folder is empty or missing.
@@ -229,12 +228,7 @@ class CheckpointStore(CheckpointFolder):
         """
         if not (names := self._names()):
             return None
-        try:
-            name, state, _ = self._load_first(names, _read_finite)
-        except CheckpointError:
-            name, state, _ = self._load_first(names, read_checkpoint)
-            text = "No checkpoint in %s is finite, so the newest is loaded."
-            logger.warning(text, self._folder.label)
+        name, state, _ = self._load_first(names, read_checkpoint)
         file = self._folder.child(name)
         return Restored(file.name, {**state, "parent": {"path": file.label}})
 
@@ -244,13 +238,6 @@ class CheckpointStore(CheckpointFolder):
                 f"{self._folder.label} has checkpoints of job {manifest.job!r} ({name}), but this "
                 f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
             )
-
-
-def _read_finite(path: str) -> tuple[dict[str, Any], Manifest | None]:
-    state, manifest = read_checkpoint(path)
-    if bad := find_nonfinite(state):
-        raise CheckpointError(f"{bad} has NaN or infinity.")
-    return state, manifest
 
 
 def name_numbers(name: str) -> tuple[int, ...]:
