@@ -117,7 +117,7 @@ class Stream(NumberedSamples):
             that `shuffle` makes. `transform` then returns any number of samples, for example to
             pack texts or to drop records. Because the number of samples is unknown, every worker
             transforms all records.
-        skip_broken: Skip records that cannot be decoded, and count them in `num_skipped`.
+        skip_broken: Skip records that cannot be decoded. A process counts its own in `num_skipped`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -242,16 +242,27 @@ class GroupedStream(Stream):
         raise TypeError("A Stream with group or skip_broken has no length before it is read.")
 
     def __iter__(self) -> Iterator[Any]:
+        return self.iterate(lambda group, taken: None)
+
+    def iterate(self, seed: Callable[[int, int], Any]) -> Iterator[Any]:
+        """Iterate over the samples. Call `seed` with the position before `transform` of a group."""
         torch = sys.modules.get("torch.utils.data")
         info = None if torch is None else torch.get_worker_info()
         first, stride = (0, 1) if info is None else (info.id, info.num_workers)
         start, self._start = self._start or {"group": first, "taken": 0}, None
         skip, epoch = start["taken"], self.epoch
         for group in range(start["group"], -(-len(self._records) // self._group_size), stride):
-            for taken, sample in enumerate(self._samples(epoch, group)):
+            if self._has_groups:
+                seed(group, 0)
+            samples = self._samples(epoch, group)
+            for taken, sample in enumerate(samples):
                 if taken >= skip:
                     self._state = {"group": group, "taken": taken + 1}
+                    if not self._has_groups:  # do not transform the record again
+                        self._state = {"group": group + stride, "taken": 0}
                     yield self._augment_one(sample, epoch, (group << 24) + taken)
+                if isinstance(samples, Iterator):
+                    seed(group, taken + 1)
             skip = 0
 
     def _samples(self, epoch: int, group: int) -> Iterable[Any]:
@@ -266,7 +277,7 @@ class GroupedStream(Stream):
                 raise record
         if self._has_groups:
             return records if self._transform is None else self._transform(records)
-        return records if self._transform is None else map(self._transform, records)
+        return records if self._transform is None else [*map(self._transform, records)]
 
     def state_dict(self) -> dict[str, int] | None:
         """Return the position of an iteration: its group of records, and samples of the group."""

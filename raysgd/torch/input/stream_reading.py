@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from raysgd._internal.versions import is_at_least
 from raysgd.comm.mesh import as_bytes
 from raysgd.data.source import iterate_once
-from raysgd.data.stream import NumberedSamples
+from raysgd.data.stream import GroupedStream, NumberedSamples
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
 from raysgd.torch.input.loader_copies import clone, with_dataset
-from raysgd.torch.input.orders import seeding
+from raysgd.torch.input.orders import seed_all, seeding
 
 _END = "end"
 _SCALARS = {int, float, bool, str, bytes, type(None)}
@@ -43,9 +43,9 @@ class Chunk(NamedTuple):
 class Chunks(IterableDataset[Chunk]):
     """Reads a data set in chunks of `size` samples, in this process or in loader processes.
 
-    Seeds the global random number generators for each chunk, so that random transforms depend on
-    the position only. `starts` has the number of chunks and the state of each process, and
-    `first` is the process to begin with.
+    Seeds the global random number generators for each chunk, and within a `GroupedStream`, so that
+    random transforms depend on the position only. `starts` has the number of chunks and the state
+    of each process, and `first` is the process to begin with.
     """
 
     def __init__(
@@ -81,8 +81,11 @@ class Chunks(IterableDataset[Chunk]):
             yield Chunk(process, num_chunks, content, digests, state)
 
     def _begin(self, state: Any) -> Iterator[Any]:
+        data: Any = self.dataset
         try:
-            iterator = iterate_once(self.dataset)
+            if isinstance(data, GroupedStream):
+                data = data.iterate(lambda *position: seed_all(hash((self._seed, *position))))
+            iterator = iterate_once(data)
             first = list(itertools.islice(iterator, 1))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             if state is None:

@@ -249,6 +249,13 @@ class Group:
         (self.offset,) = {source.offset_after(self.offset, 1) for source in self.sources}
         return True
 
+    def finish(self):
+        """Train the rest of the epoch on one new worker. Return all steps."""
+        self.resize([], 1)
+        while self.step():
+            pass
+        return self.steps
+
 
 events = st.lists(
     st.tuples(
@@ -289,17 +296,26 @@ def test_samples_of_web_dataset_are_trained_once_in_any_schedule(tmp_path, monke
     gc.collect()
 
 
+def with_noise(lines):
+    for line in [lines] if isinstance(lines, str) else lines:
+        yield int(line), random.random()
+
+
+OF_FILES = {
+    "in turn": {"transform": lambda line: (int(line), 0.0), "interleave": 3},
+    "lists": {"transform": lambda lines: [*with_noise(lines)], "group": 5},
+    "generators": {"transform": with_noise, "group": 5},
+    "records": {"transform": lambda line: next(with_noise(line)), "skip_broken": True},
+}
+
+
+@pytest.mark.parametrize("kind", OF_FILES)
 @pytest.mark.parametrize("shuffle", [0, 9])
-def test_samples_of_parts_in_turn_are_trained_once_in_any_schedule(tmp_path, shuffle):
+def test_samples_of_files_are_trained_once_in_any_schedule(tmp_path, kind, shuffle):
     def make(size):
         if not (file := tmp_path / f"{size}.txt").exists():
             file.write_text("".join(f"{number}\n" for number in range(size)))
-        stream = Stream(
-            text(file, cache_dir=tmp_path),
-            transform=lambda line: (int(line), 0.0),
-            shuffle=shuffle,
-            interleave=3,
-        )
+        stream = Stream(text(file, cache_dir=tmp_path), shuffle=shuffle, **OF_FILES[kind])
         return DataLoader(stream, batch_size=3)
 
     check_any_schedule(make, keeps_steps=True)
@@ -363,11 +379,7 @@ def check_any_schedule(make, keeps_steps):
         trained = [number for step in group.steps for number, _ in step]
         assert sorted(trained) == list(range(size))
         if keeps_steps:
-            whole = Group(lambda: make(size), full_size=3)
-            whole.resize([], 1)
-            while whole.step():
-                pass
-            assert group.steps == whole.steps
+            assert group.steps == Group(lambda: make(size), full_size=3).finish()
 
     run()
 
@@ -376,20 +388,14 @@ def test_loader_processes_continue_where_a_checkpoint_ends():
     def make():
         return DataLoader(Stateful(50), batch_size=3, num_workers=2)
 
-    whole = Group(make)
-    whole.resize([], 1)
-    while whole.step():
-        pass
+    whole = Group(make).finish()
     source = wrap(make())
     list(itertools.islice(source.batches(0, 0), 9))
     source.plan(27, 1)
     resumed = Group(make)
     resumed.offset, resumed.resume_info = 27, source.resume_info(0, 27)
     assert resumed.resume_info["mark"]["offset"] == 27
-    resumed.resize([], 1)
-    while resumed.step():
-        pass
-    assert resumed.steps == whole.steps[9:]
+    assert resumed.finish() == whole[9:]
 
 
 # ---- Hugging Face
