@@ -180,15 +180,15 @@ class Worker:
     def _join_group(self, context: WorkerContext, rendezvous: Any, prepare: bool = False) -> None:
         with self._generation_lock:
             self._context = context
+            self._interruption = None
+            self._live_runner.set_interrupted(False)
+            self._live_runner.pause_at(None)
         if prepare:
             self._live_runner.prepare(context)
         if self._backend is not None:
             group = replace(context, world_rank=0, world_size=1) if context.is_alone else context
             self._backend.teardown()
             self._backend.setup(group, rendezvous)
-        self._interruption = None
-        self._live_runner.set_interrupted(False)
-        self._live_runner.pause_at(None)
 
     def handle(
         self, request: Request | PackedValue | Address, inbox: Address | None = None

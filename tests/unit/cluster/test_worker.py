@@ -257,16 +257,10 @@ def test_thread_of_the_driver_returns_every_base_exception(error):
 def test_errors_caused_by_communication_count_as_communication(worker):
     assert call(worker, fail_with(ConnectionError("peer"))).kind == "communication"
     assert call(worker, fail_with(PlainError())).kind == "user"
-
-    def wrapped():
-        try:
-            raise ConnectionError("peer")
-        except ConnectionError as error:
-            raise PlainError("training failed") from error
-
-    assert call(worker, wrapped).kind == "communication"
-    outcome = call(worker, lambda: raise_after_a_lost_peer(PlainError("training failed")))
-    assert outcome.kind == "communication"
+    wrapped = PlainError("training failed")
+    wrapped.__cause__ = ConnectionError("peer")
+    assert call(worker, fail_with(wrapped), inline=True).kind == "communication"
+    assert call(worker, lambda: raise_after_a_lost_peer(PlainError())).kind == "communication"
 
 
 def raise_after_a_lost_peer(error):
@@ -314,6 +308,12 @@ def test_an_interruption_and_a_pause_end_with_their_generation(worker):
     pauses = [step for name, step, *_ in worker.runner.calls if name == "pause"]
     assert pauses == [9, None]
     assert call(worker, fail_with(PlainError())).kind == "user"
+    worker.interrupt()
+    worker._backend.setup = lambda *_: fail_with(PlainError())()
+    assert worker.rejoin(WorkerContext(generation=3), None, 0).kind == "user"
+    worker._backend.setup = lambda context, _: worker.interrupt(context.generation)
+    worker.rejoin(WorkerContext(generation=4), None, 0)
+    assert call(worker, fail_with(PlainError())).kind == "interrupted"
 
 
 def test_late_messages_do_not_affect_the_next_generation(worker):
