@@ -21,6 +21,7 @@ from raysgd.elastic.group_record import list_ranks
 from raysgd.elastic.group_rpc import ANSWER_S, FAST_POLL_S, POLL_S, Attempt, GroupRpc
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.state_machine import FormingFailed, GroupEvent, GroupFormed, StateLost
 from raysgd.elastic.worker_starter import WorkerStarter
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
@@ -53,16 +54,13 @@ class GroupFormer:
 
     # ---- rejoins
 
-    def rejoin(self) -> state_machine.GroupEvent:
+    def rejoin(self) -> GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
-        began, policy, rpc = self._group.clock.monotonic(), self._policy, self._rpc
-        # A worker that holds the GIL receives its interruption late.
-        _, silent = rpc.probe_or_kill(rpc.busy if policy.supports_live_join else ())
-        patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
-        if lost := silent or rpc.await_busy(patience_s):
+        began = self._group.clock.monotonic()
+        if lost := self._await_busy():
             return self._discard_lost(lost)
         joining, leaving = self._starter.membership_changes()
-        answers, lost = rpc.probe_or_kill([*self._group.members, *joining])
+        answers, lost = self._rpc.probe_or_kill([*self._group.members, *joining])
         if lost:
             return self._discard_lost(lost)
         self._share_balancer.observe(answers)
@@ -70,28 +68,40 @@ class GroupFormer:
         leader, staying = policies.choose_leader(of_members, leaving)
         self._record.set_progress(answers[leader])
         if self._lacks_good_state(answers[leader]):
-            why = "a failed step has changed the parameters of all workers"
-            return state_machine.StateLost(why=why)
+            return StateLost(why="a failed step has changed the parameters of all workers")
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
         self._rescue_shards(staying)
         next_members = self._group.sort_by_node([*staying, *joining])
         attempt = self._join(next_members, next_members.index(leader))
-        held_state = [outcome.progress.held_state for outcome in attempt.outcomes.values()]
-        if any(each.condition == "lost" for each in held_state):
-            return state_machine.StateLost(why="all copies of some shards of the state are lost")
-        if attempt.has_failed:
-            # If no worker is lost, discard all replacements, because one may be the cause.
-            if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
-                return self._discard_lost(lost)
-            error = attempt.make_error()
-            if isinstance(error, CollectiveError):
-                logger.warning("The workers could not form a process group: %s", error)
-            return state_machine.FormingFailed(error=error)
-        self._replace_members(next_members, joining, began)
-        for warning in filter(None, {outcome.unpack() for outcome in attempt.outcomes.values()}):
-            logger.warning("%s", warning)
-        return state_machine.GroupFormed()
+        event = self._event_of(attempt, joining)
+        if isinstance(event, GroupFormed):
+            self._replace_members(next_members, joining, began)
+            for warning in filter(None, {each.unpack() for each in attempt.outcomes.values()}):
+                logger.warning("%s", warning)
+        return event
+
+    def _await_busy(self) -> Mapping[WorkerHandle, BaseException]:
+        """Wait for workers that are busy with a failed call. Return the lost ones."""
+        rpc, supports_live_join = self._rpc, self._policy.supports_live_join
+        # A worker that holds the GIL receives its interruption late.
+        _, silent = rpc.probe_or_kill(rpc.busy if supports_live_join else ())
+        patience_s = _STRAGGLER_S if supports_live_join else _RESTART_STRAGGLER_S
+        return silent or rpc.await_busy(patience_s)
+
+    def _event_of(self, attempt: Attempt, joining: Sequence[WorkerHandle]) -> GroupEvent:
+        """Return the event that follows from the attempt to join a generation."""
+        if any(each.progress.held_state.condition == "lost" for each in attempt.outcomes.values()):
+            return StateLost(why="all copies of some shards of the state are lost")
+        if not attempt.has_failed:
+            return GroupFormed()
+        # If no worker is lost, discard all replacements, because one may be the cause.
+        if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
+            return self._discard_lost(lost)
+        error = attempt.make_error()
+        if isinstance(error, CollectiveError):
+            logger.warning("The workers could not form a process group: %s", error)
+        return FormingFailed(error=error)
 
     def _lacks_good_state(self, of_leader: Progress) -> bool:
         """Return whether the newest state is damaged, and all workers can restart from another."""
@@ -134,7 +144,7 @@ class GroupFormer:
 
     # ---- starts
 
-    def restart(self, min_workers: int) -> state_machine.GroupEvent:
+    def restart(self, min_workers: int) -> GroupEvent:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self._group.clock.monotonic(), self._record.is_first_start
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.preempted())
@@ -146,7 +156,7 @@ class GroupFormer:
         members = self._group.members
         if is_first:
             self._record.add_event("started", members)
-            return state_machine.GroupFormed()
+            return GroupFormed()
         has_grown = 0 < num_before < len(members)
         kind: EventKind = "grown" if has_grown else "restarted"
         if why and len(members) >= num_before:
@@ -154,7 +164,7 @@ class GroupFormer:
         seconds = self._group.clock.monotonic() - began
         concerned = members[num_before:] if has_grown else members
         self._record.add_event(kind, concerned, cause=why, seconds=seconds)
-        return state_machine.GroupFormed()
+        return GroupFormed()
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
@@ -246,10 +256,10 @@ class GroupFormer:
 
     # ---- both
 
-    def _discard_lost(self, lost: state_machine.LostWorkers) -> state_machine.GroupEvent:
+    def _discard_lost(self, lost: state_machine.LostWorkers) -> GroupEvent:
         """Discard lost pending workers. Return WorkersLost with lost members, or FormingFailed."""
         members = {m: e for m, e in lost.items() if not self._starter.discard_failed(m, e)}
-        return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()
+        return state_machine.WorkersLost(lost=members) if members else FormingFailed()
 
     def _join(self, members: Sequence[WorkerHandle], leader: int | None) -> Attempt:
         """Move workers into the next generation, with the state of rank `leader`.
