@@ -46,7 +46,7 @@ _LOG_BUSY_AFTER_S = 5.0
 class Attempt:
     """Collects the outcomes of a request to several workers, or of a phase of a start or a rejoin.
 
-    Only methods change fields. Causes are lost workers and the first user error, not collectives.
+    Causes are lost workers, the first user error, and `why_new_generation`, but no collectives.
     """
 
     def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
@@ -60,7 +60,7 @@ class Attempt:
         self.lost: dict[WorkerHandle, BaseException] = {}
         self.first_user_error: tuple[WorkerHandle, Outcome] | None = None
         self.why_new_generation: BaseException | None = None
-        """Why the workers must form a group again, though none has failed."""
+        """Why the attempt fails and the next generation repeats it, though no worker has failed."""
 
     def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
         self.members.append(member)
@@ -71,10 +71,6 @@ class Attempt:
         """Stop waiting for workers that were found to be lost."""
         self.lost |= lost
         self.pending = {m: future for m, future in self.pending.items() if m not in lost}
-
-    def end_generation(self, why: BaseException) -> None:
-        """Let the attempt fail. The next generation repeats the step that no worker committed."""
-        self.why_new_generation = why
 
     @property
     def is_running(self) -> bool:
@@ -104,9 +100,9 @@ class Attempt:
                 if outcome.kind == "user" and self.first_user_error is None:
                     self.first_user_error = (member, outcome)
                 elif outcome.kind == "cut off":
-                    self.end_generation(outcome.exception())
+                    self.why_new_generation = outcome.exception()
             elif member.may_be_alive(error):  # its outcome will never come
-                self.end_generation(error)
+                self.why_new_generation = error
             elif is_worker_failure(error):
                 self.lost[member] = error
             else:
@@ -180,10 +176,10 @@ class GroupRpc:
 
     def interrupt_failed(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
-        attempt.collect_until(ROOT_CAUSE_S, ends_at_cause=True)
+        attempt.collect_until(ROOT_CAUSE_S, ends_at_cause=True)  # a consequence may come first
         self.interrupt(attempt)
-        attempt.collect_until(_RETURN_S)
-        attempt.collect_until(_NODE_LOSS_S, ends_at_cause=True)
+        attempt.collect_until(_RETURN_S)  # survivors return
+        attempt.collect_until(_NODE_LOSS_S, ends_at_cause=True)  # Ray reports a lost node late
         self._unfinished = self.busy
 
     def interrupt_and_send(self, request: Request) -> None:

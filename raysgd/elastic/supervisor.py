@@ -329,4 +329,4 @@ class Supervisor:
         step = choose_pause_step(list(progress.values()), lead_s)
         steps = self._rpc.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
-            attempt.end_generation(CollectiveError("Some workers have passed the pause step."))
+            attempt.why_new_generation = CollectiveError("Some workers have passed the pause step.")
