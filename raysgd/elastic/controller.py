@@ -122,7 +122,7 @@ class Controller:
                 releasing.callback(self._backend.close)
             releasing.callback(self._group.shutdown, force)
             self.snapshots.replace_with()
-            self._starter.discard()
+            self._starter.discard_pending()
 
     @contextlib.contextmanager
     def _aborting_on_error(self) -> Iterator[None]:
@@ -210,7 +210,7 @@ class Controller:
                 if why:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
                     logger.warning(text, why)
-                self._starter.discard()
+                self._starter.discard_pending()
                 self._group.discard(*self.members)
             case state_machine.Fail(why, lost):
                 if lost:
@@ -293,7 +293,7 @@ class Controller:
                 num_vacant = sum(slot.is_ready for slot in self._group.find_vacant_slots())
                 if num_staying + num_vacant < self.min_workers:
                     return False
-            elif not self._starter.request_resources():
+            elif not self._starter.request_slots():
                 return False
             self._react(state_machine.StartRequested(min_workers=self.min_workers))
         return True

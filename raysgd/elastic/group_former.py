@@ -217,7 +217,7 @@ class GroupFormer:
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._starter.forget_joined(members)
         if not self._starter.may_join_later:
-            self._starter.discard()
+            self._starter.discard_pending()
         return True
 
     def _start_phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
@@ -251,7 +251,7 @@ class GroupFormer:
         _, lost = self._rpc.probe_or_kill([m for m in members if m not in attempt.lost])
         self._discard_lost(attempt.lost | lost)
         if are_used:
-            self._starter.discard(members)
+            self._starter.discard_pending(members)
         self._record.generation += 1  # a late interruption of this one must not reach later work
 
     # ---- both

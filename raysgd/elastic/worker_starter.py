@@ -175,8 +175,8 @@ class WorkerStarter:
         """Reset the failures of pending workers, because their cause may be gone."""
         self._failures, self.error = [], None
 
-    def request_resources(self) -> bool:
-        """Request resources if the group may grow. Return whether some are free."""
+    def request_slots(self) -> bool:
+        """Request the missing slots if the group may grow. Return whether one is free."""
         is_full = len(self.group.members) >= self.group.options.num_workers
         may_grow = self.config.grow and not is_full and self._has_cooled_down()
         return may_grow and any(slot.is_ready for slot in self.group.find_vacant_slots())
@@ -197,7 +197,7 @@ class WorkerStarter:
         if missing <= 0:
             in_order = sorted(self._pending, key=lambda w: w.handle is None)
             for worker in in_order[self._num_vacant_ranks() :]:
-                self._discard(worker)  # other workers took the rank, or all members stay
+                self._remove(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
         if missing > 0 and len(self._failures) < self.config.max_attempts:
@@ -250,7 +250,7 @@ class WorkerStarter:
         An exception and repeated crashes in user code set `error`, which ends a start. A timeout
         does so only in the first start.
         """
-        self._discard(worker)
+        self._remove(worker)
         handle, slot, phase = worker.handle, worker.slot, worker.phase
         cause = cause_of(handle, error)
         self.record.add_event("newcomer_failed", [] if handle is None else [handle], cause=cause)
@@ -280,18 +280,18 @@ class WorkerStarter:
         if num_used == num_left:
             logger.warning("No more replacement workers start in this call.")
 
-    def _discard(self, worker: PendingWorker) -> None:
+    def _remove(self, worker: PendingWorker) -> None:
         if worker not in self._pending:
             return  # `shutdown` in another thread has done this
         self._pending.remove(worker)
         if worker.handle is not None:
             self.group.discard(worker.handle)
 
-    def discard(self, handles: Collection[WorkerHandle] | None = None) -> None:
+    def discard_pending(self, handles: Collection[WorkerHandle] | None = None) -> None:
         """Discard some or all pending workers, although they have not failed."""
         for worker in list(self._pending):
             if handles is None or worker.handle in handles:
-                self._discard(worker)
+                self._remove(worker)
 
     def ready_workers(self) -> list[WorkerHandle]:
         """Return the pending workers that can join now."""
