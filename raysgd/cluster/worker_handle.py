@@ -197,13 +197,14 @@ class ActorHandle(WorkerHandle):
 
     def signal(self, number: int) -> bool:
         try:
-            self._run_on_node(_send_signal, number).result(_SIGNAL_S)
+            # Ray cannot send os.kill itself, because it is not a Python function.
+            self._run_on_node(lambda pid: os.kill(pid, number)).result(_SIGNAL_S)
         except ProcessLookupError:
             return False
         return True
 
     def ask_if_stopped(self) -> Future[bool]:
-        return self._run_on_node(_is_stopped)
+        return self._run_on_node(lambda pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
     def _run_on_node(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call a function with the worker's process ID on the worker's node.
@@ -270,10 +271,6 @@ def _as_task(function: Any, location: WorkerLocation) -> Callable[..., Any]:
     return lambda *arguments: ray.get(task.remote(*arguments))
 
 
-def _send_signal(pid: int, number: int) -> None:
-    os.kill(pid, number)  # Ray cannot send os.kill itself, because it is not a Python function
-
-
 def _await_exit(pid: int, timeout_s: float) -> bool:
     try:
         psutil.Process(pid).wait(timeout_s)
@@ -282,10 +279,6 @@ def _await_exit(pid: int, timeout_s: float) -> bool:
     except psutil.NoSuchProcess:
         pass
     return True
-
-
-def _is_stopped(pid: int) -> bool:
-    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 def _is_here(location: WorkerLocation) -> bool:
