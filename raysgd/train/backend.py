@@ -1,4 +1,7 @@
-"""Starts workers and a backend, and runs training functions on them, one after the other."""
+"""Starts workers and a backend, and runs training functions on them, one after the other.
+
+The snapshot of a run has its newest checkpoint, and its ``global_step`` is its number of reports.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +77,9 @@ class _Run:
     """The results of the function by rank; None until it has returned."""
 
     def start_state(self) -> dict[str, Any]:
-        """Return the state of each start: the function, and the newest checkpoint."""
+        """Return the state of each start: the fields of the spec, with the newest checkpoint."""
         blob, iteration = self.checkpoints.newest_blob, self.checkpoints.iteration
-        return {"spec": replace(self.spec, checkpoint=blob, iteration=iteration)}
+        return vars(replace(self.spec, checkpoint=blob, iteration=iteration))
 
     def send(self, request: Request) -> list[Any]:
         """Return the answers of the workers by rank."""
@@ -127,7 +130,6 @@ class BackendExecutor:
         self._backend: Backend = backend_class(backend_config)()
         self._max_failures = math.inf if max_retries < 0 else max_retries
         elastic = as_elastic_config("BackendExecutor", elastic)
-        # The newest checkpoint of the run is its snapshot.
         self._elastic = replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
         self._workers: WorkerGroup | None = None

@@ -34,7 +34,7 @@ class EndRunRequest(Request):
 class FunctionRunner(Runner):
     """Runs one training function. `Runner` documents which thread calls which method.
 
-    A `LoadRequest` brings its spec: from `_Run.begin`, and from `GroupFormer` after each restart.
+    `_Run.begin`, and `GroupFormer` after a restart, send the fields of its `RunSpec` as a state.
 
     `share_gpus` lets each worker see the GPUs of all workers on its node. In the driver's
     environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
@@ -100,6 +100,6 @@ class FunctionRunner(Runner):
             case ApplyRequest(function=function):
                 return function()
             case LoadRequest(state=state):
-                self._spec, self._session = state["spec"], None
+                self._spec, self._session = RunSpec(**state), None
             case _:
                 raise NotImplementedError(f"Training functions do not support {request.name}.")

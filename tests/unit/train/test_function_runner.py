@@ -28,7 +28,7 @@ class Worker:
         self.runner.setup(WorkerContext(world_rank=rank, world_size=2))
 
     def begin(self, function, run="one"):
-        self.runner.handle(LoadRequest(state={"spec": RunSpec(run, cloudpickle.dumps(function))}))
+        self.runner.handle(LoadRequest(state=vars(RunSpec(run, cloudpickle.dumps(function)))))
 
     def next(self):
         return self.runner.handle(NextResultRequest())
@@ -142,7 +142,7 @@ def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
 def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
     worker = make_worker()
     function, checkpoint = cloudpickle.dumps(train.load_checkpoint), cloudpickle.dumps({"step": 3})
-    worker.runner.handle(LoadRequest(state={"spec": RunSpec("one", function, checkpoint)}))
+    worker.runner.handle(LoadRequest(state=vars(RunSpec("one", function, checkpoint))))
     assert worker.next().return_value == {"step": 3}
 
 

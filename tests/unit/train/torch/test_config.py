@@ -66,7 +66,7 @@ def test_workers_that_never_communicate_cause_a_warning(monkeypatch, caplog, fun
         context = WorkerContext(distributed=True, gpu_index=1)
         transport.setup(context, transport.prepare(["127.0.0.1"]))
         runner.setup(WorkerContext(world_size=2))
-        runner.handle(LoadRequest(state={"spec": RunSpec("run", cloudpickle.dumps(function))}))
+        runner.handle(LoadRequest(state=vars(RunSpec("run", cloudpickle.dumps(function)))))
         assert runner.handle(NextResultRequest()).kind == "end"
         assert ("2 workers, and they never communicated" in caplog.text) == warns
         assert [*gpus.values()] == [1, 1]
