@@ -105,9 +105,8 @@ class ActorHandle(WorkerHandle):
 
     def start_watching(self, location: WorkerLocation) -> None:
         self.location = location
-        if (monitor := self._monitor) is None:
-            return
-        if (watch := monitor.watch(location.node_ip, self._fail_calls)) is not None:
+        monitor = self._monitor
+        if monitor is not None and (watch := monitor.watch(location.node_ip, self._fail_calls)):
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.interrupts_calls)
             answer = self.submit_control(Worker.watch_driver, *arguments)
