@@ -193,14 +193,13 @@ class WorkerStarter:
         if self.group.notices.detect_ray_silence():
             return
         self._advance_each(self._pending)
-        missing = self._num_missing()
-        if missing <= 0:
+        if self._num_missing() <= 0:
             in_order = sorted(self._pending, key=lambda w: w.handle is None)
             for worker in in_order[self._num_vacant_ranks() :]:
                 self._remove(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
-        if missing > 0 and len(self._failures) < self.config.max_attempts:
+        elif len(self._failures) < self.config.max_attempts:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
