@@ -143,7 +143,7 @@ class CheckpointCallback(Callback):
         self._save(trainer, {})
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if self.monitor is None and self._every == "epoch" and trainer._fit_loop.is_validation_due:
+        if self.monitor is None and self._every == "epoch" and trainer.is_validation_due:
             self._save(trainer, metrics)  # before the validation, which may take long
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:

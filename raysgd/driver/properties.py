@@ -79,6 +79,7 @@ class TrainerProperties:
     num_epochs: int | None = forward_to(
         "_fit_loop.fit_arguments.num_epochs", "Number of epochs at which this `fit` ends, or None."
     )
+    is_validation_due = forward_to("_fit_loop.is_validation_due", "Whether `fit` validates next.")
     stop_reason: str | None = forward_to(
         "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."
     )
