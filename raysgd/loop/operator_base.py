@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import check_number
 from raysgd._internal.forwarding import forward_to
-from raysgd._internal.nested import check_rows
+from raysgd._internal.nested import check_rows, try_copy
 from raysgd._internal.timers import TimerCollection
 from raysgd.loop.segment import Segment
 from raysgd.loop.train_state import TrainState
@@ -213,8 +213,10 @@ class OperatorBase:
         train_state = self._train_state
         if train_state.segment is not None:
             train_state.segment.commit_if_done()
-        # Of a group that another call of ``train_epoch`` continues.
-        train_state.add_metrics(train_state.update.pop_metrics())
+        if held := train_state.update.pop_metrics():  # another call continues the update, or fails
+            train_state.meters = try_copy(meters)
+            for each in held:
+                meters.update(*each)
         return meters.summary()
 
     def _check_single(self) -> None:

@@ -684,6 +684,23 @@ def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of
     assert operator.trained == EPOCH
 
 
+def test_metrics_of_an_update_that_fails_between_calls_of_train_epoch_do_not_count(loop_of):
+    class InParts(Recorder):
+        def register(self, **given):
+            return super().register(gradient_accumulation_steps=2, **given)
+
+        def train_epoch(self, iterator, info):
+            result = super().train_epoch(itertools.islice(iterator, 3), info)
+            assert result["num_samples"] == 24
+            self.fail({"global_step": 2}, "between")
+
+    loop, operator = loop_of(InParts)
+    with failure(operator, when="between"):
+        train(loop, until_step=5)
+    ((_, metrics),) = loop.call_record.own_metrics
+    assert metrics["num_samples"] == 16
+
+
 def test_an_empty_rest_of_an_epoch_counts_if_the_goal_needs_it(loop_of):
     """For example, after a restart from a snapshot of the last step of an epoch."""
     loop, operator = loop_of(Streaming)
