@@ -189,9 +189,8 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
         flat.div_(dist.get_world_size())  # first, so that sums do not overflow
         dist.all_reduce(flat)
         if not flat.is_sparse:
-            for gradient, mean in zip(
-                gradients, flat.split([g.numel() for g in gradients]), strict=True
-            ):
+            means = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
 
@@ -210,12 +209,12 @@ _FIRST_CALLS = [
 """What the collectives of all groups and backends call first. PyTorch has no public hook."""
 
 
-def watch_user_code(report: Callable[[str], None]) -> None:
+def watch_user_code(report: Callable[[str], None], restore: Callable[..., Any]) -> None:
     """Call a method with the name of each collective or message of user code, before it runs.
 
-    DistributedDataParallel and modules of PyTorch do not count.
+    DistributedDataParallel and modules of PyTorch do not count. `restore` gets what ends the watch.
     """
-    reference = weakref.WeakMethod(report)  # PyTorch keeps it after the end of the trainer
+    reference = weakref.WeakMethod(report)  # the operator may be discarded earlier
 
     def reporting(function: Any, *arguments: Any, **keywords: Any) -> Any:
         frame: Any = sys._getframe(1)
@@ -229,4 +228,5 @@ def watch_user_code(report: Callable[[str], None]) -> None:
         return function(*arguments, **keywords)
 
     for module, name, function in _FIRST_CALLS:
+        restore(setattr, module, name, function)
         setattr(module, name, functools.partial(reporting, function))

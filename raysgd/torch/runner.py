@@ -14,6 +14,7 @@ from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
 from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.operator_runner import OperatorRunner
+from raysgd.torch.collectives import watch_user_code
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
@@ -62,6 +63,9 @@ class TorchRunner(OperatorRunner):
             refuse_triton()
         device = _choose_device(bool(self._options.use_gpu), context)
         operator = build_operator(operator_cls, config, TorchSettings(device=device, **arguments))
+        if context.distributed:
+            report = operator._update_features.checks.refuse_collective
+            watch_user_code(report, self.restoring.callback)
         self.start_operator(operator, TorchStateAccess(operator._train_state))
 
     def _fix_arithmetic(self, num_threads: int) -> None:

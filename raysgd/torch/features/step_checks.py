@@ -11,7 +11,6 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import Update
-from raysgd.torch import collectives
 from raysgd.torch.input.batches import ParsedBatch
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered import RegisteredObjects
@@ -34,8 +33,6 @@ class StepChecks(UpdateFeature):
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self.keeps_gradients = False  # for the next update: train_batch accumulates them itself
         self._collective = ""  # that train_batch calls
-        if registered.settings.context.distributed:
-            collectives.watch_user_code(self._refuse_collective)
 
     # ---- hooks of a step
 
@@ -86,7 +83,7 @@ class StepChecks(UpdateFeature):
 
     # ---- within a micro-batch
 
-    def _refuse_collective(self, name: str) -> None:
+    def refuse_collective(self, name: str) -> None:
         update = self._registered.update
         if not update.is_open or update.optimizer_steps.running_optimizer is not None:
             return

@@ -293,7 +293,7 @@ def test_loops_may_mix_helpers_without_scaler_and_accumulation(function):
 
 
 def with_all_reduce(self, batch, batch_info):
-    self._update_features.checks._refuse_collective("all_reduce")
+    self._update_features.checks.refuse_collective("all_reduce")
     return zeroing(self, batch, batch_info)
 
 

@@ -14,7 +14,7 @@ from raysgd._internal.nested import map_leaves, try_copy
 from raysgd.callbacks import EMA
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.torch.collectives import TorchCollectives
+from raysgd.torch.collectives import _FIRST_CALLS, TorchCollectives
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -175,8 +175,11 @@ def communicating(call, operator_cls=Communicating, **arguments):
     )
     runner = TorchRunner(options)
     runner.setup(WorkerContext(distributed=True))
+    operator = runner.operator
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
-    return runner.operator
+    runner.teardown()
+    assert all(getattr(module, name) is first for module, name, first in _FIRST_CALLS)
+    return operator
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "irecv", "in_own_group", "functional"])
