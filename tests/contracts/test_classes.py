@@ -16,7 +16,7 @@ OF_TWO_LAYERS = {
     "OperatorBase",  # two subclasses have the same name
     "TrainerProperties",
 }
-VARIANTS = {"OptimizerShards", "Stream", "TorchCreators", "UserWrappedExchange"}
+VARIANTS = {"OptimizerShards", "Stream", "TorchCreators", "WrapperExchange"}
 
 
 def test_few_classes_have_exactly_one_subclass():

@@ -14,7 +14,7 @@ ROOT = Path(raysgd.__file__).parents[1]
 WORDS = re.compile(
     r"\b(num_shards|is_sharded|fully_sharded|use_horovod"
     r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|EqualBits\w*|FullySharded\w*|ShardedPlacement|OptimizerShards"
-    r"|HorovodExchange|ReplicatedExchange|UserWrappedExchange|OwnModelsPlacement)\b"
+    r"|HorovodExchange|ReplicatedExchange|WrapperExchange|OwnModelsPlacement)\b"
 )
 ALLOWED = re.compile(
     r"torch/strategies/|(loop|torch|tf)/options\.py|(torch|tf)/trainer\.py"

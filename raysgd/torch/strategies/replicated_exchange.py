@@ -33,8 +33,8 @@ class OwnModelsPlacement(StatePlacement):
     replicates: Any = property(lambda self: any(map(is_ddp, self._registered.models)))
 
 
-class UserWrappedExchange(GroupExchange):
-    """Averages gradients only of models that user code has wrapped."""
+class WrapperExchange(GroupExchange):
+    """Averages gradients by wrappers that user code has made. One worker usually has none."""
 
     _wrappers: Sequence[DistributedDataParallel] = ()
     _averaged: Sequence[dict[str, bool]] = ()
@@ -89,7 +89,7 @@ class UserWrappedExchange(GroupExchange):
         self._set_sync(True)  # a commit follows the last micro-batch, which has set it
 
 
-class ReplicatedExchange(UserWrappedExchange):
+class ReplicatedExchange(WrapperExchange):
     """Wraps all models that user code has not wrapped."""
 
     keeps_all_equal = True

@@ -35,7 +35,7 @@ from raysgd.torch.strategies.horovod import HorovodExchange
 from raysgd.torch.strategies.replicated_exchange import (
     OwnModelsPlacement,
     ReplicatedExchange,
-    UserWrappedExchange,
+    WrapperExchange,
 )
 from raysgd.torch.strategies.sharded_optimizer import ShardedPlacement
 
@@ -70,9 +70,9 @@ def _fully_sharded() -> ModuleType:
 
 STRATEGIES = {
     "equal bits": Strategy(EqualBitsExchange),
-    "one worker": Strategy(UserWrappedExchange),
+    "one worker": Strategy(WrapperExchange),
     "Horovod": Strategy(HorovodExchange),
-    "own models": Strategy(UserWrappedExchange, OwnModelsPlacement),
+    "own models": Strategy(WrapperExchange, OwnModelsPlacement),
     "replicated": Strategy(ReplicatedExchange),
     "optimizer": Strategy(ReplicatedExchange, ShardedPlacement, ("copies",), check_shardable),
     "full": Strategy(

@@ -13,7 +13,7 @@ from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.strategies import replicated_model
-from raysgd.torch.strategies.replicated_exchange import ReplicatedExchange, UserWrappedExchange
+from raysgd.torch.strategies.replicated_exchange import ReplicatedExchange, WrapperExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel
 from raysgd.torch.train_state import TorchTrainState
 
@@ -37,7 +37,7 @@ def test_forward_pass_without_gradients_does_not_communicate(process_group, monk
 
 def test_wrapper_of_user_code_does_not_communicate_in_validation(process_group):
     wrapped = DistributedDataParallel(torch.nn.BatchNorm1d(2))
-    exchange = UserWrappedExchange(SimpleNamespace(models=[wrapped], accumulation_steps=1))
+    exchange = WrapperExchange(SimpleNamespace(models=[wrapped], accumulation_steps=1))
     exchange.wrap({}, {})
 
     def validate():
