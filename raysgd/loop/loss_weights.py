@@ -13,7 +13,7 @@ class LossCount(NamedTuple):
     """What is known about a loss of a micro-batch. By default, it is a mean over its samples."""
 
     num_items: float | None = None  # that it is a mean over, if user code or raysgd counts them
-    num_samples: float | None = None  # rows of the batch, if ``train_batch`` of raysgd counts them
+    num_samples: float | None = None  # of the batch, if ``train_batch`` of raysgd counts them
     is_sum: bool = False  # a sum over samples, and not a mean
 
     def with_samples(self) -> LossCount:
