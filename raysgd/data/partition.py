@@ -76,10 +76,14 @@ class EpochPartition:
         return self.requested_batch_size or self.batch_size * num_parts
 
     @functools.cached_property
+    def num_parts(self) -> int:
+        """Number of parts of each step."""
+        return self.layout.num_trained_parts(self.world_size)
+
+    @functools.cached_property
     def owned_parts(self) -> range:
         """The parts of each step that this worker trains one after the other."""
-        num_parts = self.layout.num_trained_parts(self.world_size)
-        return range(*part_bounds(num_parts, self.world_size, self.rank, self.shares))
+        return range(*part_bounds(self.num_parts, self.world_size, self.rank, self.shares))
 
     @functools.cached_property
     def max_micro_batch_size(self) -> int:
@@ -137,8 +141,7 @@ class EpochPartition:
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
         if self.layout.has_fixed_parts:
-            num_parts = self.layout.num_trained_parts(self.world_size)
-            return [(*part_bounds(size, num_parts, i), i < size) for i in self.owned_parts]
+            return [(*part_bounds(size, self.num_parts, i), i < size) for i in self.owned_parts]
         first, stop = part_bounds(size, self.world_size, self.rank, self.shares)
         number = self._num_micro_batches(size) if self.may_split else 1
         rows = stop - first

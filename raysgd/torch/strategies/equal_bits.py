@@ -10,13 +10,15 @@ Elsewhere, code asks for what the mode changes, not for its name:
 
 - ``options.layout``, which `TorchOptions.layout` makes: the strategy (`mode_of`), the parts of each
   step (`EpochPartition`), seeds for samples and user code (`MapStyleSource`), the batch size in the
-  config of a worker (`OperatorRunner`) and its error (`Options`), and errors for batches that must
-  not be split (`MicroBatching.refuse_split`). `wrap_loader` groups no iterable data sets into
+  config of a worker (`OperatorRunner`), of its loader (`PartitionedSource`, `DataSources`), and in
+  an error (`Options`), and errors for batches that must not be split (`MicroBatching.refuse_split`)
+  and data sets of a call (`OperatorTrainer.train`). `wrap_loader` groups no iterable data sets into
   parts: an error of `TorchSources` replaces the warning of `DataSources`.
 - ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
-- ``update.has_fixed_parts``: an update needs copies, and ends with its commit (`Update`). Each
-  worker has the metrics of all (`CallRecord`, `OperatorRunner`), whose sums have a fixed order
+- ``update.has_fixed_parts``: an update needs copies, ends with its commit, and counts as one of
+  several micro-batches (`Update`). `Rollback` permits changes of parameters before it. Each worker
+  has the metrics of all (`CallRecord`, `OperatorRunner`), whose sums have a fixed order
   (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses
   (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`). `BufferCopies`
   leaves the buffers of micro-batches to `EqualBitsBuffers`.
@@ -73,7 +75,8 @@ class EqualBitsExchange(GroupExchange):
     def __init__(self, registered: RegisteredObjects) -> None:
         super().__init__(registered)
         self._precision = registered.precision
-        self._num_parts = registered.options.layout.num_planned_parts(1)
+        options = registered.options
+        self._num_parts = options.layout.num_planned_parts(options.num_workers)
         self._buffers, self._metrics = EqualBitsBuffers(registered), PartMetrics(registered)
         self._clear()
 
@@ -369,7 +372,7 @@ class EqualBitsBuffers:
             after: list[Any] = self._stored.get(part, before)
             weight = num_samples / (plan.total_samples or 1)
             tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])
-        return sum_over_workers(tree, partition.layout.num_planned_parts(1), partition.shares)
+        return sum_over_workers(tree, partition.num_parts, partition.shares)
 
 
 class PartMetrics:
@@ -390,7 +393,7 @@ class PartMetrics:
         messages = self._gather(pickle.dumps(map_leaves(local, on_cpu)))
         rows = [row for message in messages for row in pickle.loads(message)]
         rows.sort(key=lambda row: row[0])
-        last = partition.layout.num_planned_parts(1) - 1
+        last = partition.num_parts - 1
         return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
 
     def _gather(self, pickled: bytes) -> list[bytes]:
