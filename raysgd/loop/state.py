@@ -2,32 +2,32 @@
 
 A file has the state between calls. A snapshot, from which new workers restart, also has the
 unfinished call. In a new generation, the leader sends its state. The numbers are the order in which
-`load_state` and `load_from_leader` load the entries:
+`load_state` loads the entries of both, and `load_from_leader` receives and applies them:
 
-=================================  ======  ======  ===============================================
-entries                            state   leader  loaded by
-=================================  ======  ======  ===============================================
-``shards``                         1 s             `StateAccess.merge_shards`
-``operator``                       2       3       the operator's ``load_state_dict``
-models, optimizers, schedulers,    3       1       `StateAccess.load`, or its ``copy_from``
+===============================  ====  =======  =======  ===========================================
+entries                          file  arrives  applied  loaded by
+===============================  ====  =======  =======  ===========================================
+``shards``                       1 s                     `StateAccess.merge_shards`
+``operator``                     2     1        3        the operator's ``load_state_dict``
+models, optimizers, schedulers,  3     2        1        `StateAccess.load`, or `copy_from`
 ``requires_grad``, ``layers``,
 ``trainable``, of features
-buffers                            3       2       `StateAccess.load`, `UpdateFeature.receive`
-shards of models and optimizers    4       0 a     `StatePlacement.load_shards`, the same hook
-``why_not_split``                          0 a     `MicroBatching.refuse_split`
-``is_damaged``                             4       `Update.set_damaged`
-``call``                           5 s     7 a     `CallRecord.continue_call`
-``batching``                       6 s     0, 8 a  `DataSources.set_batch_size`
-``module_modes``                   7 s     5       `StateAccess.set_module_modes`
-``data``, ``global_step``          8       6 a     `TrainState.load_position`
-``data["rng"]``                    9 f             `RandomGenerators.set`
-``fingerprint``                            9 a     compared by `DataSources`
-``parameters``, ``frozen``         0               compared by `StateAccess.check`
-`DRIVER_KEYS`                      f               the driver
-=================================  ======  ======  ===============================================
+buffers                          3     3        2        `StateAccess.load`, `UpdateFeature.receive`
+shards of models, optimizers     4     4        0 a      `StatePlacement.load_shards`, the same hook
+``why_not_split``                      1        0 a      `MicroBatching.refuse_split`
+``is_damaged``                         1        4        `Update.set_damaged`
+``call``                         5 s   1        7 a      `CallRecord.continue_call`
+``batching``                     6 s   1        0, 8 a   `DataSources.set_batch_size`
+``module_modes``                 7 s   1        5        `StateAccess.set_module_modes`
+``data``, ``global_step``        8     1        6 a      `TrainState.load_position`
+``data["rng"]``                  9 f                     `RandomGenerators.set`
+``fingerprint``                        1        9 a      compared by `DataSources`
+``parameters``, ``frozen``       0                       compared by `StateAccess.check`
+`DRIVER_KEYS`                    f                       the driver
+===============================  ====  =======  =======  ===========================================
 
-f, s: only files or snapshots have it. a: all workers but the leader load it, also those that keep
-their own models. States of RaySGD have ``epoch`` instead of ``data``.
+f, s: only files or snapshots have it. Applied 0: on arrival. a: also workers that keep their own
+models apply it, and for shards the leader. States of RaySGD have ``epoch`` instead of ``data``.
 """
 
 from __future__ import annotations
