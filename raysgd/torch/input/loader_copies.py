@@ -96,5 +96,5 @@ class SeededSamples(Dataset[Any]):
 
     def __getitem__(self, key: tuple[tuple[int, ...], Any]) -> Any:
         seeds, index = key
-        seed_all(hash(seeds))
+        seed_all(*seeds)
         return self.dataset[index]

@@ -82,8 +82,9 @@ def seeding(seed: int, generator: Any = None) -> Iterator[None]:
             generator.set_state(before)
 
 
-def seed_all(seed: int) -> None:
-    """Seed the global generators of torch, NumPy, and random."""
+def seed_all(*numbers: int) -> None:
+    """Seed the global generators of torch, NumPy, and random. Equal bits depend on this hash."""
+    seed = hash(numbers)
     # On a CPU, torch.manual_seed takes 0.2 ms, and keeps a stack for each device that may follow.
     torch.default_generator.manual_seed(seed % 2**63)
     if torch.cuda.is_initialized():

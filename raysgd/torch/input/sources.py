@@ -202,7 +202,7 @@ class MapStyleSource(PartitionedSource):
             if self._assigns_batches:
                 self.num_collated = sum(map(len, pick_keys(order, start, stop)))
             if self._partition.layout.has_fixed_parts:
-                seed_all(hash((self._seed, epoch, start)))  # for user code
+                seed_all(self._seed, epoch, start)  # for user code
             yield batch
         next(batches, None)  # ends the loader's processes
 
