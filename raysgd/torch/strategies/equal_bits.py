@@ -172,8 +172,7 @@ class EqualBitsExchange(GroupExchange):
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            copies = self._registered.buffer_copies
-            copies.write(copies.values)  # a step without an update keeps no statistics
+            self._registered.buffer_copies.roll_back(update)  # it keeps no statistics
         self._clear()
 
     def roll_back(self, update: Update) -> None:
@@ -344,19 +343,13 @@ class EqualBitsBuffers:
         if means:
             for i, change in zip(means, self._mean_change(means, partition), strict=True):
                 merged[i] = before[i] + change
-        if others:
-            values: Any = torch.cat([first[i].reshape(-1).to(torch.int64) for i in others])
-            if is_distributed:
-                self._registered.collectives.broadcast_tensors([values], 0)
-            pieces = values.split([before[i].numel() for i in others])
-            for i, piece in zip(others, pieces, strict=True):
-                merged[i] = piece.view(before[i].shape).to(before[i].dtype)
-        if objects:
-            contents = [first[i] for i in objects]
-            if is_distributed:
-                contents = self._registered.collectives.broadcast(lambda: contents, 0)
-            for i, value in zip(objects, contents, strict=True):
-                merged[i] = value
+        copies, contents = [copy_leaf(first[i]) for i in others], [first[i] for i in objects]
+        if copies and is_distributed:
+            self._registered.collectives.broadcast_tensors(copies, 0)
+        if contents and is_distributed:
+            contents = self._registered.collectives.broadcast(lambda: contents, 0)
+        for i, value in zip([*others, *objects], [*copies, *contents], strict=True):
+            merged[i] = value
         self.clear()
         self._registered.buffer_copies.write(merged)
         self._versions = self._newest_versions()
