@@ -157,9 +157,8 @@ class EpochPartition:
         if self.max_micro_batch_size == 1:
             return number
         # Avoid micro-batches of one sample, because batch normalization fails on them.
-        spans = [
-            part_bounds(size, self.world_size, rank, self.shares) for rank in range(self.world_size)
-        ]
+        ranks = range(self.world_size)
+        spans = [part_bounds(size, self.world_size, rank, self.shares) for rank in ranks]
         return min(number, max(1, min(stop - first for first, stop in spans) // 2))
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small

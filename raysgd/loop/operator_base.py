@@ -318,9 +318,8 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], public_name
             f"{operator_cls.__name__} must override setup(self, config), and register models, "
             "optimizers, and loaders there."
         )
-    pair = "state_dict", "load_state_dict"
-    overridden = [name for name in pair if getattr(operator_cls, name) is not getattr(base, name)]
-    if overridden == ["state_dict"]:
+    loads_nothing = operator_cls.load_state_dict is base.load_state_dict
+    if loads_nothing and operator_cls.state_dict is not base.state_dict:
         text = "%s overrides state_dict, but not load_state_dict, so a resume loses its state."
         logger.warning(text, operator_cls.__name__)
 

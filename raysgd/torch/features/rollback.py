@@ -96,9 +96,8 @@ class Rollback(UpdateFeature):
             for backup in reversed(self._backups):
                 backup.restore()
                 changed.difference_update(map(id, backup.parameters))
-        elif update.optimizer_steps.running_optimizer is not None:
-            update.set_damaged(True)  # an optimizer may change its state before parameters
-        if changed:
+        is_running = not self._has_copies and update.optimizer_steps.running_optimizer is not None
+        if changed or is_running:  # an optimizer may change its state before parameters
             update.set_damaged(True)
 
 
