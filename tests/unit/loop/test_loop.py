@@ -612,12 +612,12 @@ def train(loop, call=0, until_epoch=None, until_step=None, start_step=0):
     return loop.train(TrainRequest(call_number=call, start_step=start_step, **goal))
 
 
-def pausing(loop, pause, at):
-    """Return a hook that requests a pause at step `pause` after `at` steps."""
+def pausing(loop, pauses):
+    """Return a hook that requests pauses, by the number of steps before each request."""
 
     def ask(batch_info, when):
-        if when == "before" and loop.operator.global_step == at:
-            loop.control.driver_pause_step = pause
+        if when == "before" and (step := loop.operator.global_step) in pauses:
+            loop.control.driver_pause_step = pauses[step]
 
     return ask
 
@@ -633,7 +633,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     operator._train_state.reseed(its_operator._train_state.position.seed)
     at = data.draw(st.integers(0, 8))
     pause = data.draw(st.integers(at + 1, 9))
-    operator.fail = pausing(loop, pause, at)
+    operator.fail = pausing(loop, {at: pause})
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
     assert operator.global_step == pause
@@ -659,7 +659,7 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     """The call began at the end of an epoch, which does not count as its first epoch."""
     loop, operator = loop_of(Streaming)
     train(loop, until_step=5)
-    operator.fail = pausing(loop, 7, at=6)
+    operator.fail = pausing(loop, {6: 7})
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1, start_step=5)
     joining, _ = loop_of(Streaming)
@@ -686,15 +686,12 @@ def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of
 
 def test_metrics_of_an_update_that_fails_between_calls_of_train_epoch_do_not_count(loop_of):
     class InParts(Recorder):
-        def register(self, **given):
-            return super().register(gradient_accumulation_steps=2, **given)
-
         def train_epoch(self, iterator, info):
-            result = super().train_epoch(itertools.islice(iterator, 3), info)
-            assert result["num_samples"] == 24
+            assert super().train_epoch(itertools.islice(iterator, 3), info)["num_samples"] == 24
             self.fail({"global_step": 2}, "between")
 
     loop, operator = loop_of(InParts)
+    loop.train_state.registered.accumulation_steps = 2
     with failure(operator, when="between"):
         train(loop, until_step=5)
     ((_, metrics),) = loop.call_record.own_metrics
@@ -714,17 +711,10 @@ def test_an_empty_rest_of_an_epoch_counts_if_the_goal_needs_it(loop_of):
 def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pause):
     """Until the driver learns that the step has passed, the loop must keep to its goal."""
     loop, operator = loop_of()
-    told = []
-
-    def late(batch_info, when):
-        if when == "before" and operator.global_step == 3:
-            told.append(operator.global_step)
-            loop.control.driver_pause_step = pause
-
-    operator.fail = late
+    operator.fail = pausing(loop, {3: pause})
     with contextlib.suppress(PausedError):
         train(loop, **goal)
-    assert told == [3]
+    assert loop.control.driver_pause_step == pause
     assert operator.global_step <= goal.get("until_step", 5)
     loop.control.driver_pause_step = math.inf
     train(loop, **goal)
@@ -737,14 +727,7 @@ def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pa
 def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
     """The current segment continues its epoch beyond the canceled pause."""
     loop, operator = loop_of(operator_cls)
-
-    def ask_and_take_back(batch_info, when):
-        if when == "before" and operator.global_step == 1:
-            loop.control.driver_pause_step = 3
-        if when == "before" and operator.global_step == 2:
-            loop.control.driver_pause_step = math.inf
-
-    operator.fail = ask_and_take_back
+    operator.fail = pausing(loop, {1: 3, 2: math.inf})
     train(loop, **goal)
     steps = goal.get("until_step", 10)
     assert operator.global_step == steps
@@ -755,7 +738,7 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     loop, operator = loop_of()
     train(loop, until_step=3)
     snapshot = vars(dataclasses.replace(loop.call_record.call))
-    operator.fail = pausing(loop, 6, at=4)
+    operator.fail = pausing(loop, {4: 6})
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)
     loop.control.driver_pause_step = math.inf

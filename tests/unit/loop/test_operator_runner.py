@@ -3,6 +3,7 @@
 import copy
 import io
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -99,11 +100,7 @@ def test_warm_up_that_fails_is_a_warning(caplog):
     runner = make_runner()
     train_state = runner.operator._train_state
     train_state.set_features([*train_state.features, WarmedUp()])
-
-    def fail(batch_info, when):
-        raise ValueError("bad batch")
-
-    runner.operator.fail = fail
+    runner.operator.fail = Mock(side_effect=ValueError("bad batch"))
     runner.warm_up()
     assert "The warm-up of a replacement worker failed: ValueError('bad batch')" in caplog.text
     runner.operator.fail = lambda *arguments: None
