@@ -103,14 +103,16 @@ def draw_order(sampler: Any, seed: int) -> Order:
             size = len(sampler.data_source)
             return torch.randperm(size) if size <= HUGE else HugeOrder(size, sampler.replacement)
         # Stop an endless sampler after its length. Let others end, and perhaps count their epochs.
-        size = len(sampler)
-        keys = list(itertools.islice(sampler, size + 1))[:size]
-    if len(keys) < min(size, len(sampler)):  # `__iter__` may make the length exact
+        iterator = iter(sampler)
+        keys = list(itertools.islice(iterator, 1))
+        size = len(sampler)  # late, because `__iter__` may make the length exact
+        keys += itertools.islice(iterator, size)
+    if len(keys) < min(size, len(sampler)):
         raise RuntimeError(
             f"{type(sampler).__name__} yields {len(keys)} keys, but its length is {size}. Its "
             "__len__ must return the number of keys that __iter__ yields."
         )
-    return keys
+    return keys[:size]
 
 
 def is_plain_shuffle(sampler: Any) -> bool:

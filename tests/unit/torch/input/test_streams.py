@@ -250,7 +250,6 @@ class Group:
         return True
 
     def finish(self):
-        """Train the rest of the epoch on one new worker. Return all steps."""
         self.resize([], 1)
         while self.step():
             pass
