@@ -13,6 +13,7 @@ from typing import Any, Self
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
 from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLayout, UpdatePlan
+from raysgd.data.stream import check_files
 from raysgd.errors import CheckpointError
 
 _KINDS = {"at": "a stream", "order": "a map-style data set", "length": "unpartitioned data"}
@@ -184,6 +185,7 @@ class BatchSource:
 
     def check_resume_info(self, info: Mapping[str, Any]) -> None:
         """Raise CheckpointError if the data is not that of a saved `resume_info`."""
+        check_files(getattr(self.loader, "dataset", self.loader), info)
         kind = next((kind for key, kind in _KINDS.items() if key in info), self.data_kind)
         if kind != self.data_kind:
             raise CheckpointError(

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 
 from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import PartitionedSource, length_of, set_loader_epoch
-from raysgd.data.stream import GroupedStream, NumberedSamples, check_files, close_files, file_stamps
+from raysgd.data.stream import GroupedStream, NumberedSamples, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_seek, name_of, with_chunks
 
@@ -125,10 +125,6 @@ class SequentialSource(PartitionedSource):
         if mark := self._buffer.mark_before(offset):
             info["mark"] = mark
         return info | file_stamps(self._dataset)
-
-    def check_resume_info(self, info: Mapping[str, Any]) -> None:
-        check_files(self._dataset, info)
-        super().check_resume_info(info)
 
     def step_digest(self) -> int | None:
         start, size = self._span

@@ -33,7 +33,7 @@ from raysgd.data.source import (
     set_loader_epoch,
     size_and_rank_of,
 )
-from raysgd.data.stream import NumberedSamples, SampleKeys, check_files, close_files, file_stamps
+from raysgd.data.stream import NumberedSamples, SampleKeys, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.batches import IGNORED, collate_samples
 from raysgd.torch.input.loader_copies import (
@@ -253,7 +253,6 @@ class MapStyleSource(PartitionedSource):
         return info | {"order": self.epoch_order.order_id_to_save(epoch, self._saved)}
 
     def check_resume_info(self, info: Mapping[str, Any]) -> None:
-        check_files(self.loader.dataset, info)
         set_loader_epoch(self.order_sampler, info.get("epoch"))  # the length may depend on it
         super().check_resume_info(info)
 
