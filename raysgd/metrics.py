@@ -282,7 +282,7 @@ class AverageMeterCollection:
 
         Numbers are averaged. Numbers in nested dicts are averaged too, with names such as
         ``outer/inner``. Mergeable metrics are merged. For texts and other values, the newest is
-        kept. If a batch has several parts, pass ``is_batch=True`` only for the last one.
+        kept. None is no value. Pass ``is_batch=True`` only for the last of the parts of a batch.
 
         Raises:
             TypeError: If a metric is a list, tuple, or set, whose meaning is ambiguous.
@@ -363,7 +363,8 @@ class AverageMeterCollection:
             values.update(values_of(name, metric))
             values.update({f"last_{name}{suffix}": n for suffix, n in self._newest(name).items()})
         for name, value in self._not_averaged.items():
-            values[name] = values[f"last_{name}"] = value
+            if value is not None or name not in metrics:
+                values[name] = values[f"last_{name}"] = value
         return values
 
 
@@ -400,15 +401,15 @@ def _merge(
 ) -> dict[str, Any]:
     """Merge the metrics of all results. `combine` merges counts, ``last_k``, texts, and the like.
 
-    A number without a metric is a mean over the samples of its result.
+    A number without a metric is a mean over the samples of its result. None does not count.
     """
     names = dict.fromkeys(name for result in results for name in result)
     metrics: dict[str, dict[int, MergeableMetric]] = {}
     merged: dict[str, Any] = {}
     for name in names:
-        values = {i: result[name] for i, result in enumerate(results) if name in result}
-        if not all(_is_mean(name, value) for value in values.values()):
-            merged[name] = combine(name, [*values.values()])
+        values = {i: v for i, r in enumerate(results) if (v := r.get(name)) is not None}
+        if not (values and all(_is_mean(name, value) for value in values.values())):
+            merged[name] = combine(name, [*values.values()] or [None])
         elif all(isinstance(value, Computed) for value in values.values()):
             # All numbers of a metric hold the same object, even if one computed only NaN.
             for i, value in values.items():

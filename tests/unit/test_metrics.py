@@ -104,7 +104,7 @@ def test_nan_in_one_batch_makes_the_mean_nan(batches, index):
     ("parts", "expected"),
     [
         ([], {}),
-        ([{"loss": 1.0}, {"note": "one"}, {"note": "two"}], {"loss": 1.0, "note": "one"}),
+        ([{"x": 1.0}, {"x": None, "note": "a"}, {"note": "b"}], {"x": 1.0, "note": "a"}),
         (
             [{"num_samples": 1.5, "loss": 1.0}, {"num_samples": 0.5, "loss": 5.0}],
             {"num_samples": 2.0, "loss": 2.0},
@@ -123,8 +123,8 @@ def test_workers_are_merged_by_the_kind_of_value(parts, expected):
 def test_the_newest_value_of_a_worker_without_a_mean_counts(value):
     found = summary_of([("first", 1), (value, 1)], "note")
     assert found["note"] == found["last_note"] == value
-    merged = merge_segments([{"note": "a"}, {"note": value}])
-    assert merged["note"] == value
+    assert merge_segments([{"note": "a"}, {"note": value}])["note"] == value
+    assert summary_of([(None, 1), (2.0, 1), (None, 1), (4.0, 1)], "note")["note"] == 3.0
 
 
 @pytest.mark.parametrize("value", [0.1, float("nan")])
