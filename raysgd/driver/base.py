@@ -172,9 +172,6 @@ class OperatorTrainer(TrainerProperties):
             ValueError: if `num_steps` is below 1.
             WorkerLostError: if workers are lost more than three times, or too few are left.
         """
-        if num_steps is not None:
-            num_steps = as_int("validate", "num_steps", num_steps, 1)
-        as_dict("validate", "info", info)
         result = self._fit_loop.validate(self, info, num_steps, profile)
         return result.merged if reduce_results else result.by_worker
 

@@ -201,13 +201,16 @@ class FitLoop:
         from_start: bool = False,
     ) -> CallResult:
         """Run a validation, and pass its metrics to the callbacks."""
+        if num_steps is not None:
+            num_steps = as_int("validate", "num_steps", num_steps, 1)
+        info = as_dict("validate", "info", info)
         self.dispatcher.check_open(changes_state=True)
         with self.dispatcher.callback_list.within_call(trainer):
             request = ValidateRequest(
                 call_number=next(self.dispatcher.call_numbers),
                 num_steps=num_steps,
                 from_start=from_start,
-                info=dict(info or {}),
+                info=info,
                 profile=profile,
             )
             result = self.dispatcher.validate(trainer, request)

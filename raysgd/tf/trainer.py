@@ -143,14 +143,14 @@ class TFTrainer(OperatorTrainer):
     ) -> Any:
         """Evaluate on the validation data. See :meth:`raysgd.TorchTrainer.validate`.
 
-        With creator functions, evaluate ``evaluate_config["steps"]`` steps, and name metrics
-        ``validation_<name>``.
+        With creator functions, evaluate the first ``evaluate_config["steps"]`` steps, and name
+        metrics ``validation_<name>``.
         """
         if self._limits is None:
             return super().validate(num_steps, profile, reduce_results, info)
         steps = self._limits["steps"] if num_steps is None else num_steps
-        result = super().validate(steps, profile, reduce_results, info)
-        return use_old_names(result) if reduce_results else [use_old_names(each) for each in result]
+        run = self._fit_loop.validate(self, info, steps, profile, from_start=num_steps is None)
+        return use_old_names(run.merged) if reduce_results else [*map(use_old_names, run.by_worker)]
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, in this process.

@@ -103,12 +103,12 @@ def test_creator_functions_train_and_validate(tmp_path):
         assert (trainer.num_replicas, trainer.verbose) == (1, False)
         with pytest.raises(AttributeError, match="apply_all_workers"):
             _ = trainer.workers
-        found = trainer.train()
+        assert {"train_loss", "train_accuracy"} <= set(trainer.train())
         assert trainer.global_step == 20
-        assert {"train_loss", "train_accuracy"} <= set(found)
         validated = trainer.validate()
         assert {"validation_loss", "validation_accuracy", "loss"} <= set(validated)
         assert validated["num_samples"] == 128
+        assert trainer.validate() == validated  # of the same steps
         path = trainer.save(tmp_path / "state")
         trainer.train()
         trainer.restore(path)
