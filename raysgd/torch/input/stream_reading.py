@@ -84,7 +84,7 @@ class Chunks(IterableDataset[Chunk]):
         data: Any = self.dataset
         try:
             if isinstance(data, GroupedStream):
-                data = data.iterate(lambda *position: seed_all(hash((self._seed, *position))))
+                data = data.iterate(lambda *position: seed_all(self._seed, *position))
             iterator = iterate_once(data)
             first = list(itertools.islice(iterator, 1))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
