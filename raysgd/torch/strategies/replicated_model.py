@@ -70,15 +70,12 @@ class ReplicatedModel(DistributedDataParallel):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        attributes = vars(self)
         # The constructor sets attributes of the wrapper.
-        is_own = "_passes" not in attributes or name in attributes or hasattr(type(self), name)
+        is_own = "_passes" not in vars(self) or name in vars(self) or hasattr(type(self), name)
         if is_own or name == "module":
             super().__setattr__(name, value)
-        elif isinstance(value, torch.nn.Module | torch.nn.Parameter) or hasattr(self.module, name):
-            setattr(self.module, name, value)
         else:
-            super().__setattr__(name, value)
+            setattr(self.module, name, value)
 
 
 _METHODS_OF_THE_MODULE = (
@@ -334,7 +331,8 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
         set_grad_flags(model.module, before)
     if isinstance(model, ReplicatedModel):
         model._passes.first_pass_before = None  # as on a replacement worker
-    model._static_graph_delay_allreduce_enqueued = False
+    if model.static_graph:
+        model._static_graph_delay_allreduce_enqueued = False
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.
     model.require_forward_param_sync = model.require_backward_grad_sync = True

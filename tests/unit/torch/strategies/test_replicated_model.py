@@ -202,9 +202,9 @@ class Encoder(torch.nn.Module):
 def test_wrapper_has_the_attributes_of_its_module(process_group):
     model = Encoder()
     wrapped = ReplicatedModel(model)
-    wrapped.temperature = 2.0
+    wrapped.temperature, wrapped.epoch = 2.0, 1  # the module lacks the second
     assert wrapped.weight is model.weight
-    assert model.temperature == 2.0
+    assert (model.temperature, model.epoch) == (2.0, 1)
     assert torch.equal(wrapped.encode(torch.eye(2)), model.weight)
     compiled = ReplicatedModel(torch.compile(model, backend="eager"))
     for each in (model, wrapped, compiled):
