@@ -17,8 +17,10 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.object_states import model_problem
+from raysgd.torch.precision import to_full_precision
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
+from raysgd.torch.strategies.replicated_model import is_trainable
 from raysgd.torch.tensors import copy_all, parameters_of
 from raysgd.torch.wrappers import user_module
 
@@ -26,7 +28,8 @@ from raysgd.torch.wrappers import user_module
 class WeightAveraging(UpdateFeature):
     """Averages the parameters, but not the buffers, if a callback requests it.
 
-    Each worker has the averages on its device, and all workers make the same updates.
+    Each worker has the averages on its device, and all workers make the same updates. Averages of
+    16-bit weights have 32 bits, because small changes of an average would be rounded away.
     """
 
     def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
@@ -62,13 +65,15 @@ class WeightAveraging(UpdateFeature):
         if self.averages is None or (self._decay is None) != (decay is None):
             self._count = 0
             self.averages = [
-                {name: parameter.detach().clone() for name, parameter in named.items()}
+                {name: to_full_precision(p.detach()).clone() for name, p in named.items()}
                 for named in self._parameters()
             ]
         self._decay, self._start_epoch = decay, start_epoch
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
-        return [dict(user_module(model).named_parameters()) for model in self._registered.models]
+        """Return what has averages. Others, such as quantized weights, are never trained."""
+        named = (user_module(model).named_parameters() for model in self._registered.models)
+        return [{name: p for name, p in each if is_trainable(p)} for each in named]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter with its average. List a shared parameter once."""
@@ -82,12 +87,9 @@ class WeightAveraging(UpdateFeature):
     @torch.no_grad()
     def _update_averages(self) -> None:
         parameters, averages = map(list, zip(*self._pairs(), strict=True))
-        if self._count == 0:
-            copy_all(zip(averages, parameters, strict=True))
-        else:
-            decay = self._decay
-            update = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
-            update(averages, parameters, self._count)
+        decay = self._decay if self._count else None  # the first average is a copy
+        update = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
+        update(averages, list(map(to_full_precision, parameters)), self._count)
         self._count += 1
 
     def commit(self, update: Update) -> None:
@@ -106,8 +108,7 @@ class WeightAveraging(UpdateFeature):
         Restore the bits of the weights, which ``train`` of an optimizer does not.
         """
         pairs, switched = self._pairs() if self.averages and self._count else [], self.schedule_free
-        changed = {parameter for parameter, _ in pairs}
-        changed.update(p.detach() for optimizer in switched for p in parameters_of(optimizer))
+        changed = [p for p, _ in pairs] + [p.detach() for o in switched for p in parameters_of(o)]
         weights = [(parameter, parameter.clone()) for parameter in changed]
         options = [(owner, dict(owner)) for o in switched for owner in (vars(o), *o.param_groups)]
         try:
@@ -154,7 +155,7 @@ class WeightAveraging(UpdateFeature):
             self._decay, self._start_epoch = loaded["decay"], loaded["start_epoch"]
             self._count = loaded["count"]
             self.averages = [
-                {name: saved[name].to(p.detach(), copy=True) for name, p in named.items()}
+                {k: saved[k].to(to_full_precision(p.detach()), copy=True) for k, p in named.items()}
                 for named, saved in zip(self._parameters(), loaded["models"], strict=True)
             ]
         elif self.averages is not None:

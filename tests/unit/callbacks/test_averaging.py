@@ -133,17 +133,22 @@ def test_arguments_out_of_range_are_refused(kind, value):
         kind(value)
 
 
-def test_validation_with_averages_restores_shared_parameters():
-    shared = torch.nn.Linear(2, 2)
+def test_averages_of_shared_16_bit_and_integer_parameters():
+    shared = torch.nn.Linear(2, 2).bfloat16()
+    shared.table = torch.nn.Parameter(torch.arange(2), requires_grad=False)
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
     state = SimpleNamespace(models=models, optimizers=[], has_all_parameters=True)
     averages = WeightAveraging(state, SimpleNamespace(keeps_gradients=False))
-    starts = [averages.start(0.5, epoch) or averages.user_settings() for epoch in (2, 1)]
+    starts = [averages.start(0.999, epoch) or averages.user_settings() for epoch in (2, 1)]
     assert starts[0] != starts[1]  # so that a restart does not undo the change
     averages.commit(Update())
-    average = shared.weight.detach().clone()
+    average = shared.weight.detach().float() + 0.001
     shared.weight.data += 1
     before = shared.weight.detach().clone()
+    averages.load_state_dict(averages.state_dict())
+    averages.commit(Update())
+    kept = averages.averages[1]["0.weight"]
+    torch.testing.assert_close(kept, average, rtol=0, atol=1e-4)
     with averages.evaluating():
-        assert torch.equal(shared.weight, average)
+        assert torch.equal(shared.weight, kept.bfloat16())
     assert torch.equal(shared.weight, before)

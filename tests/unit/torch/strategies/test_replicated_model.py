@@ -266,7 +266,7 @@ def test_wrapper_loads_the_state_of_its_module(process_group, place, make):
     torch.testing.assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
 
-def test_wrapper_has_the_mode_and_dtype_of_its_module(process_group):
+def test_wrapper_has_the_mode_dtype_and_new_modules_of_its_module(process_group):
     model = Nested()
     wrapped = ReplicatedModel(model)
     assert wrapped.eval() is wrapped
@@ -280,11 +280,6 @@ def test_wrapper_has_the_mode_and_dtype_of_its_module(process_group):
         torch.float64,
         torch.int64,
     }
-
-
-def test_modules_added_to_a_wrapper_go_to_its_module(process_group):
-    model = Nested()
-    wrapped = ReplicatedModel(model)
     wrapped.head = torch.nn.Linear(2, 1)
     wrapped.register_buffer("seen", torch.zeros(1))
     assert {"head.weight", "seen"} <= {*model.state_dict()} == {*wrapped.state_dict()}
