@@ -18,7 +18,7 @@ from raysgd.torch.strategies.replicated_model import ReplicatedModel
 from raysgd.torch.train_state import TorchTrainState
 
 
-def test_forward_pass_without_gradients_does_not_communicate(process_group, monkeypatch):
+def test_validation_does_not_communicate(process_group, monkeypatch):
     wrapped = ReplicatedModel(torch.nn.BatchNorm1d(2))
     calls = []
     monkeypatch.setattr(
@@ -33,9 +33,6 @@ def test_forward_pass_without_gradients_does_not_communicate(process_group, monk
     assert not calls
     wrapped(torch.ones(2, 2))
     assert calls
-
-
-def test_wrapper_of_user_code_does_not_communicate_in_validation(process_group):
     wrapped = DistributedDataParallel(torch.nn.BatchNorm1d(2))
     exchange = WrapperExchange(SimpleNamespace(models=[wrapped], accumulation_steps=1))
     exchange.wrap({}, {})
@@ -75,7 +72,7 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
     wrapped(torch.ones(2, 2)).sum().backward()
 
 
-def test_frozen_parameters_stay_frozen_if_a_worker_is_lost_in_a_step(process_group):
+def test_parameters_that_are_frozen_later_stay_frozen_and_are_averaged(process_group):
     def fail(state, bucket):
         raise RuntimeError("the connection is broken")
 
@@ -86,6 +83,9 @@ def test_frozen_parameters_stay_frozen_if_a_worker_is_lost_in_a_step(process_gro
     with pytest.raises(RuntimeError, match="connection"):
         wrapped(torch.ones(2, 2)).sum().backward()
     assert not module.bias.requires_grad
+    wrapped = DistributedDataParallel(torch.nn.Linear(1, 1))
+    wrapped.module.bias.requires_grad_(False)
+    assert replicated_model.averaged_parameters(wrapped) == {"weight": True, "bias": True}
 
 
 @pytest.mark.parametrize("wrapper", [ReplicatedModel, DistributedDataParallel])
@@ -104,25 +104,6 @@ def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group, w
         assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 3
 
 
-def test_parameters_that_were_frozen_in_a_wrapper_of_user_code_are_averaged(process_group):
-    wrapped = DistributedDataParallel(torch.nn.Linear(1, 1))
-    wrapped.module.bias.requires_grad_(False)
-    assert replicated_model.averaged_parameters(wrapped) == {"weight": True, "bias": True}
-
-
-def test_rebuild_keeps_hooks(process_group):
-    wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
-    seen = []
-    wrapped.register_forward_pre_hook(lambda *_: seen.append("before"))
-    wrapped.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True)
-    wrapped.register_full_backward_hook(lambda *_: seen.append("backward"))
-    wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved"))
-    replicated_model.rebuild_reducer(wrapped, replicated_model.averaged_parameters(wrapped))
-    wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    wrapped.state_dict()
-    assert seen == ["before", "after", "backward", "saved"]
-
-
 def test_rebuilt_wrapper_equals_that_of_a_new_worker(process_group):
     """A surviving worker may rebuild between two micro-batches of a step."""
     wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
@@ -139,13 +120,23 @@ def test_rebuilt_wrapper_equals_that_of_a_new_worker(process_group):
     assert wrapped._passes.first_pass is None
 
 
-def test_rebuild_keeps_communication_hooks_without_state(process_group):
+def test_rebuild_keeps_hooks_unless_their_state_differs_between_workers(process_group):
     def hook(state, bucket):
         states.append(state)
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
+    wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
+    seen = []
+    wrapped.register_forward_pre_hook(lambda *_: seen.append("before"))
+    wrapped.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True)
+    wrapped.register_full_backward_hook(lambda *_: seen.append("backward"))
+    wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved"))
+    replicated_model.rebuild_reducer(wrapped, replicated_model.averaged_parameters(wrapped))
+    wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    wrapped.state_dict()
+    assert seen == ["before", "after", "backward", "saved"]
     for state_of in (lambda wrapped: None, lambda wrapped: wrapped.process_group):
         wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
         wrapped.register_comm_hook(state_of(wrapped), hook)
