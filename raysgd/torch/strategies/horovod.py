@@ -55,8 +55,7 @@ class HorovodExchange(GroupExchange):
         for before in self._distributed.values():
             before._grad_accs.clear()  # removes its hooks
             # If the graph of a failed step still exists, its hooks must never start an exchange.
-            for parameter in before._allreduce_delay:
-                before._allreduce_delay[parameter] = sys.maxsize
+            before.set_backward_passes_per_step(sys.maxsize)
         for optimizer in self._registered.optimizers:
             optimized = set(map(id, tensors.parameters_of(optimizer)))
             named = [
@@ -85,5 +84,4 @@ class HorovodExchange(GroupExchange):
     def roll_back(self, update: Update) -> None:
         for distributed in self._distributed.values():
             distributed._handles.clear()
-            for parameter in distributed._allreduce_delay:
-                distributed._allreduce_delay[parameter] = distributed.backward_passes_per_step
+            distributed.set_backward_passes_per_step(distributed.backward_passes_per_step)
