@@ -176,7 +176,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     for number, (parameter, kind) in enumerate(zip(parameters, max_kinds.tolist(), strict=True)):
         if kind and parameter.grad is None:
             zeros = torch.zeros_like(parameter)
-            parameter.grad = zeros if kind == 1 else zeros.to_sparse()
+            parameter.grad = zeros if kind == 1 else zeros.to_sparse(1)
         if (gradient := parameter.grad) is not None:
             if gradient.is_sparse:
                 parameter.grad = gradient = gradient.coalesce()
@@ -184,7 +184,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
             groups.setdefault((gradient.dtype, alone), []).append(gradient)
     for gradients in groups.values():
         flat = gradients[0]
-        if len(gradients) > 1 or not flat.is_sparse:
+        if not flat.is_sparse:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat.div_(dist.get_world_size())  # first, so that sums do not overflow
         dist.all_reduce(flat)

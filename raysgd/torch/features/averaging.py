@@ -138,8 +138,7 @@ class WeightAveraging(UpdateFeature):
         saved = state["averages"]
         try:
             fits = saved["decay"] is None or 0 < saved["decay"] < 1
-            for count in (saved["count"], saved["start_epoch"]):
-                fits &= type(count) is int and count >= 0
+            fits &= all(type(saved[k]) is int and saved[k] >= 0 for k in ("count", "start_epoch"))
             for parameters, averages in zip(self._parameters(), saved["models"], strict=True):
                 fits &= not model_problem(parameters, averages)
         except (AttributeError, KeyError, TypeError, ValueError):

@@ -122,11 +122,9 @@ class ReplicatedExchange(WrapperExchange):
                 "hook. The workers average gradients until the end of the pass. Call step() after "
                 "it."
             )
-        stepped = dict.fromkeys(parameters_of(optimizer))
-        for wrapper in self._wrappers:
-            if not isinstance(wrapper, ReplicatedModel):
-                for parameter in wrapper.parameters():  # which user code averages
-                    stepped.pop(parameter, None)
+        of_user = (w for w in self._wrappers if not isinstance(w, ReplicatedModel))
+        others = {p for wrapper in of_user for p in wrapper.parameters()}  # user code averages them
+        stepped = dict.fromkeys(p for p in parameters_of(optimizer) if p not in others)
         averaged: dict[torch.nn.Parameter, Any] = {}
         for passes in self._passes:
             averaged |= passes.take_averages(stepped)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import SyncBatchNorm
+from torch.nn import Embedding, EmbeddingBag, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,6 +133,8 @@ class BackwardPasses:
         self.parameters = [parameter for name, parameter in named if name not in ignored]
         self.reduced = [p for p in self.parameters if p.requires_grad]
         """The parameters whose gradients a backward pass averages."""
+        embeddings = (m for m in model.module.modules() if isinstance(m, Embedding | EmbeddingBag))
+        self._sparse = {embedding.weight for embedding in embeddings if embedding.sparse}
         self.initially_frozen = [p for p in self.parameters if not p.requires_grad]
         self.is_prepared = False
         """Whether the next backward pass averages gradients, because a forward pass prepared it."""
@@ -220,13 +222,18 @@ class BackwardPasses:
             parameter.requires_grad_(True)
         self.is_in_backward = True  # this is no pass of user code
         try:
-            torch.autograd.backward(missing, [torch.full_like(p, -0.0) for p in missing])
+            zeros = {p: torch.full_like(p, -0.0) for p in missing}
+            # As in the gradients of embeddings, only the first dimension is sparse.
+            zeros |= {p: zeros[p].to_sparse(1) for p in self._sparse.intersection(missing)}
+            torch.autograd.backward(missing, [*zeros.values()])
         finally:
             self.is_in_backward = False
             for parameter in frozen:
                 parameter.requires_grad_(False)
         for parameter in missing:
             gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = gradient.coalesce().values()
             if gradient is not None and bool((gradient.real.signbit() & (gradient == 0)).all()):
                 parameter.grad = None
 
@@ -331,8 +338,7 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
         set_grad_flags(model.module, before)
     if isinstance(model, ReplicatedModel):
         model._passes.first_pass_before = None  # as on a replacement worker
-    if model.static_graph:
-        model._static_graph_delay_allreduce_enqueued = False
+    vars(model)["_static_graph_delay_allreduce_enqueued"] = False  # not an attribute of the module
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.
     model.require_forward_param_sync = model.require_backward_grad_sync = True

@@ -69,6 +69,13 @@ def with_complex(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def with_sparse(model):
+    trained = model.second.weight.requires_grad
+    model.second = torch.nn.Embedding(3, 1, sparse=True).double().requires_grad_(trained)
+    model.second.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, 0].long() % 3,))
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3, eps=1e-3)
 
@@ -460,6 +467,7 @@ def parameters(t):
         Case(heads_by_data),
         Case(one_or_the_other),
         Case(one_or_the_other, optimizer=with_complex),
+        Case(one_or_the_other, optimizer=with_sparse),
         Case(one_head, after=("body", False)),
         Case(one_forward, after=("body", False)),
         Case(two_heads, after=("body.0.bias second", False), raw=True),
@@ -467,6 +475,7 @@ def parameters(t):
         Case(one_forward, before=("body.0.bias second", False), after=("", True)),
         Case(two_heads, before=("body", False), after=("", True)),
         Case(two_forwards, before=("", False), after=("", True)),
+        Case(heads_by_data, optimizer=with_sparse, before=("second", False), after=("", True)),
     ],
     ids=str,
 )
