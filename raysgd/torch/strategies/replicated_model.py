@@ -224,7 +224,7 @@ class BackwardPasses:
         try:
             zeros = {p: torch.full_like(p, -0.0) for p in missing}
             # As in the gradients of embeddings, only the first dimension is sparse.
-            zeros |= {p: zeros[p].to_sparse(1) for p in self._sparse.intersection(missing)}
+            zeros |= {p: zeros[p].to_sparse(1) for p in missing if p in self._sparse}
             torch.autograd.backward(missing, [*zeros.values()])
         finally:
             self.is_in_backward = False
