@@ -82,6 +82,7 @@ class BatchSource:
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     num_collated: int | None = None  # samples that the loader joined in the newest batch, if known
     steps_read: int | None = None  # by the group since `batches`; None: as many as this worker
+    turn: int | None = None  # of the group, of the newest batch; None: as many as this worker
     update_digest = 0  # of the samples up to the newest step, if workers compare it in updates
     # For messages: the kind of the data, who reads the samples, and how one worker could read each.
     data_kind = "unpartitioned data"

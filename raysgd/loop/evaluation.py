@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,10 +127,11 @@ class Evaluation:
         if source.steps_left(0) == 0:
             raise empty_loader_error("given", source)
         source.agree_on_order(0, 0, train_state.collectives)
-        # The workers take turns with the batches.
-        keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
+        context, predictions = train_state.context, []
         with self._reading(source) as batches:
-            predictions = list(zip(keys, operator._predictions(batches), strict=False))
+            for index, output in enumerate(operator._predictions(batches)):
+                turn = index if source.turn is None else source.turn
+                predictions.append((turn * context.world_size + context.world_rank, output))
         source.end_processes()
         return predictions
 

@@ -256,7 +256,7 @@ class DatasetSource(PartitionedSource):
                 )
             if not drawn:
                 return
-            self.steps_read += 1
+            self.turn, self.steps_read = self.steps_read, self.steps_read + 1
             offset += len(drawn)
             if self._training:
                 yield from self._own_micro_batches(drawn)

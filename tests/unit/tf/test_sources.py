@@ -82,6 +82,16 @@ def test_steps_of_uneven_sparse_batches_are_divided(training, kind, splits):
     assert {tuple(row) for row in found} == set(map(tuple, dense.tolist()))
 
 
+def test_results_for_parts_of_uneven_batches_keep_their_order():
+    rows = tf.RaggedTensor.from_row_lengths(range(9), [1, 4, 4])
+    found = []
+    for rank in range(2):
+        place = {"training": False, "world_size": 2, "rank": rank, "splits_batches": True}
+        source = DatasetSource(tf.data.Dataset.from_tensor_slices(rows), **place)
+        found += [(source.turn, rank, x) for batch in source.batches(0, 0) for x in batch.numpy()]
+    assert [x for _, _, x in sorted(found)] == [*range(9)]
+
+
 def begun(group, epoch, offset):
     """Return the batches of each rank from `offset`, after all ranks have agreed on an order."""
     sent, met = [], threading.Barrier(len(group), timeout=30)
