@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.checkpoint import (
-    Manifest,
-    read_file,
-    read_manifest,
-    write_file,
-)
+from raysgd.checkpoint import Manifest, read_file, read_manifest, write_file
 from raysgd.checkpoint import file as checkpoint_file
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.checkpoint.manifest import FORMAT

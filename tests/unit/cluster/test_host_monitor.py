@@ -12,12 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from raysgd.cluster import host_monitor as module
-from raysgd.cluster.host_monitor import (
-    DriverWatch,
-    HostError,
-    HostMonitor,
-    HostWatch,
-)
+from raysgd.cluster.host_monitor import DriverWatch, HostError, HostMonitor, HostWatch
 from raysgd.comm.connection import Listener, connect
 from tests.conftest import wait_until
 
