@@ -186,13 +186,12 @@ def logdir_of(trainer: Trainer) -> Path:
 
 
 def complete_last_line(path: Path) -> None:
-    """End the last line of a file if a killed writer has left it incomplete."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with path.open("rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+    """Create a file, or end its last line if a killed writer has left it incomplete."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def append_lines(path: Path, lines: Iterable[Mapping[str, Any]], keep_nan: bool = False) -> None:

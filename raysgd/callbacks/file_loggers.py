@@ -86,10 +86,8 @@ class CsvLogger(LoggerCallback):
         path, record = logdir_of(trainer) / "metrics.csv", _common_fields(trainer, call)
         complete_last_line(path)
         row = {**record, **scalars(metrics), **record}  # keep the record's order and values
-        columns: list[str] = []
-        if path.exists():
-            with path.open(encoding="utf-8", newline="") as file:
-                columns = next(csv.reader(file), [])
+        with path.open(encoding="utf-8", newline="") as file:
+            columns = next(csv.reader(file), [])
         if missing := [name for name in row if name not in columns]:
             columns += missing
             _rewrite(path, columns)
@@ -101,10 +99,9 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
     with replacing(path) as file:
         writer = csv.DictWriter(codecs.getwriter("utf-8")(file), columns)
         writer.writeheader()
-        if path.exists():
-            with path.open(encoding="utf-8", newline="") as old:
-                for row in csv.DictReader(old):  # a row may be cut off or too long
-                    writer.writerow({name: row.get(name) or "" for name in columns})
+        with path.open(encoding="utf-8", newline="") as old:
+            for row in csv.DictReader(old):  # a row may be cut off or too long
+                writer.writerow({name: row.get(name) or "" for name in columns})
 
 
 def _common_fields(trainer: Trainer, call: LastCall) -> dict[str, Any]:

@@ -55,13 +55,12 @@ class DeviceStats(_MeasuringCallback):
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
         uses = trainer.apply_all_operators(_resource_use)
-        metrics: dict[str, float] = {
+        peaks = {
             name: max(each[name] for each in uses)
             for name in ("memory_mib", "gpu_memory_mib")
             if all(name in each for each in uses)
         }
-        metrics["cpu_percent"] = sum(each["cpu_percent"] for each in uses) / len(uses)
-        return metrics
+        return {**peaks, "cpu_percent": sum(each["cpu_percent"] for each in uses) / len(uses)}
 
 
 def _resource_use(operator: Any) -> dict[str, float]:

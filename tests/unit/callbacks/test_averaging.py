@@ -111,10 +111,7 @@ def test_interrupted_run_resumes_with_its_averages(make_trainer, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda averages: averages.update(decay=3),
-        lambda averages: averages["models"][0].popitem(),
-    ],
+    [lambda averages: averages.update(decay=3), lambda averages: averages["models"][0].popitem()],
 )
 def test_averages_that_do_not_fit_are_refused(make_trainer, change):
     trainer = make_trainer(Recorder, callbacks=[EMA()])
