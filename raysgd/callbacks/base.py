@@ -77,6 +77,9 @@ class Callback:
         """Return the folder of a trainer in which only this callback may save, or None."""
         return None
 
+    def _forget_run(self) -> None:
+        """Forget the earlier run, because a loaded state or a new trainer has nothing of it."""
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Handle the start of ``fit()``, or else of the first ``train()`` or ``validate()``."""
 

@@ -59,7 +59,7 @@ class CallbackList:
         """States that wait for their callbacks."""
         self._detached: dict[str, Any] = {}
         """States of the callbacks of earlier calls of `fit`."""
-        self._add(callbacks, num_events=0)
+        self._claim_states(self._add(callbacks, num_events=0))
 
     def __iter__(self) -> Iterator[Callback]:
         return (entry.callback for entry in self._entries)
@@ -268,17 +268,20 @@ class CallbackList:
             yield
         self._unclaimed = {key: own for key, own in state.items() if key not in claimed}
         self._detached = {}
+        self._claim_states([entry for entry in self._entries if entry.key not in claimed])
 
     def _claim_states(self, entries: Sequence[_AttachedCallback]) -> None:
-        """Load the pending states of these callbacks. If one fails, all of them stay pending."""
-        claiming = [entry for entry in entries if entry.key in self._unclaimed]
-        for entry in claiming:
+        """Load their pending states, or forget earlier runs. If one fails, all stay pending."""
+        for entry in entries:
             try:
-                entry.callback.load_state_dict(map_leaves(self._unclaimed[entry.key], try_copy))
+                if entry.key in self._unclaimed:
+                    entry.callback.load_state_dict(map_leaves(self._unclaimed[entry.key], try_copy))
+                elif entry.key not in self._detached:
+                    entry.callback._forget_run()
             except Exception as error:
                 raise _callback_error(entry, "load_state_dict", error) from error
-        for entry in claiming:
-            del self._unclaimed[entry.key]
+        for entry in entries:
+            self._unclaimed.pop(entry.key, None)
 
 
 def _state_of(entry: _AttachedCallback) -> dict[str, Any]:

@@ -42,9 +42,8 @@ class ServiceLogger(LoggerCallback):
         """
         raise NotImplementedError
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        if not (trainer.epoch or trainer.global_step):  # forget the run of another trainer
-            self.run_id = self._chosen_id
+    def _forget_run(self) -> None:
+        self.load_state_dict({})
 
     def _open_once(self, trainer: Trainer) -> Any:
         """Return the run. The first record opens it, because loading a state can set `run_id`."""

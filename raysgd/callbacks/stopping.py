@@ -50,9 +50,10 @@ class EarlyStopping(Callback):
         """Number of epochs since the best value."""
         self._epoch = -1  # of the newest value
 
+    def _forget_run(self) -> None:
+        self.best, self.num_waited, self._epoch = None, 0, -1
+
     def on_train_start(self, trainer: Trainer) -> None:
-        if not (trainer.epoch or trainer.global_step):  # forget the run of another trainer
-            self.best, self.num_waited, self._epoch = None, 0, -1
         self._stop_if_due(trainer)
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
@@ -96,9 +97,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["monitor"] == self.monitor:
-            best = state["best"]
-            self.num_waited = int(state["num_waited"])
-            self.best = None if best is None else float(best)
+            self.best, self.num_waited = state["best"], state["num_waited"]
             self._epoch = state.get("epoch", -1)
 
 

@@ -39,7 +39,10 @@ def test_it_stops_when_the_metric_has_not_improved(make_trainer, arguments, valu
     assert len(history) == epochs
     if epochs < len(values):
         assert history.stop_reason.startswith("score has not improved")
-    assert len(make_trainer(callbacks=callbacks).fit(len(values))) == epochs, "it begins again"
+    (started := make_trainer()).train(num_steps=1)
+    for each, added in ((trainer, ()), (make_trainer(), callbacks)):
+        each.load_state_dict(started.state_dict())
+        assert len(each.fit(len(values), callbacks=added)) == epochs, "it begins again"
 
 
 @pytest.mark.parametrize(
