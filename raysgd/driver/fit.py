@@ -215,14 +215,14 @@ class FitLoop:
             )
             result = self.dispatcher.validate(trainer, request)
             metrics, call = result.merged, result.last_call
-            if call.is_complete:  # not only of some batches
-                self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
-                if self._epoch_result is not None:
-                    self._epoch_result.validation = result
+            if call.is_complete and self._epoch_result is not None:
+                self._epoch_result.validation = result
             try:
                 self.dispatcher.report("on_validation_end", trainer, metrics, call)
             finally:  # also after Ctrl-C in a callback
                 self.validation_names.update(metrics)
+                if call.is_complete:  # after the hook, because a state it saves lacks `on_result`
+                    self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
                 if self._epoch_result is not None and self._epoch_result.validation is not None:
                     self._report_result(trainer)
         return result

@@ -413,12 +413,13 @@ def test_an_epoch_after_a_load_lacks_its_validation_again(make_trainer):
 
     def load(*_):
         due.append("validation_due" in trainer.state_dict())
-        if len(due) == 2:
+        if len(due) == 3:
             trainer.load_state_dict(start)
 
     spy.on_epoch_end = load
+    spy.on_validation_end = lambda *_: due.append("validation_due" in trainer.state_dict())
     trainer.fit(3)
-    assert due == [True] * 5
+    assert due == [True] * 9
 
 
 @pytest.mark.parametrize("num_steps", [2, None])
