@@ -478,7 +478,7 @@ def test_trainer_works_after_an_error_callbacks_see_once(make_trainer, error, wh
 
 
 def test_fit_validates_all_data_after_a_partial_validation(make_trainer):
-    trainer = make_trainer()
+    trainer = make_trainer(Recorder)
     whole = trainer.validate()["num_samples"]
     trainer.validate(num_steps=2)
     assert trainer.fit(1)[0]["val_loss"] == pytest.approx(trainer.latest_metrics["val_loss"])
@@ -487,6 +487,11 @@ def test_fit_validates_all_data_after_a_partial_validation(make_trainer):
     trainer.fit(2, callbacks=[spy])
     assert trainer.latest_metrics["num_samples"] == whole
     assert spy.hooks.count("on_validation_end") == 1
+    trainer.validate(num_steps=2)
+    with failure(trainer.get_local_operator(), when="validate"):
+        trainer.fit(3)
+    assert trainer.validate()["num_samples"] == whole
+    assert trainer.last_call.is_complete
 
 
 def test_fit_in_a_callback_is_an_error(make_trainer):
