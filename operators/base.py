@@ -275,7 +275,7 @@ class SupervisedOperator(ConfiguredOperator):
         self.backward(total / (count or 1), num_samples=counted)
         self.optimizer_step(self.optimizer)
         metrics = self.loss_metrics(total.detach(), count)
-        return {NUM_SAMPLES: len(target), **_add_prefix("train", metrics)}
+        return {NUM_SAMPLES: len(target), **{f"train_{k}": v for k, v in metrics.items()}}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         batch = self.to_device(batch)
@@ -288,12 +288,8 @@ class SupervisedOperator(ConfiguredOperator):
         batch_info["output"] = output
         self.update_metrics(output, target)
         metrics = {**self.loss_metrics(losses.sum(), count), **self.metrics(output, target)}
-        return {NUM_SAMPLES: len(target), **_add_prefix("val", metrics)}
+        return {NUM_SAMPLES: len(target), **{f"val_{k}": v for k, v in metrics.items()}}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         with self.autocast():
             return to_full_precision(self.predict(self.to_device(batch))[0])
-
-
-def _add_prefix(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}_{name}": value for name, value in metrics.items()}

@@ -93,19 +93,18 @@ class WithMetrics(TrainingOperator):
         for metric in metrics.values():
             metric.reset()
         result = super().validate(val_iterator, info)
-        if result.get(BATCH_COUNT) and not any(_has_updates(m) for m in metrics.values()):
+        used = {k: m for k, m in metrics.items() if any(n.update_called for n in nested_metrics(m))}
+        if result.get(BATCH_COUNT) and not used:
             kind = type(self).__name__
             raise RuntimeError(
                 f"No metric of {kind} was updated. Call self.update_metrics(output, target) in "
                 f"{kind}.validate_batch, and list WithMetrics first among the bases of {kind}."
             )
-        for name, metric in metrics.items():
-            if _has_updates(metric):  # a worker may have had no batch
-                states = MergedStates(metric.clone().cpu())
-                with warnings.catch_warnings():
-                    # Warnings about this worker's part alone are misleading.
-                    warnings.simplefilter("ignore")
-                    result.update(values_of(f"val_{name}", states))
+        with warnings.catch_warnings():
+            # Warnings about this worker's part alone are misleading.
+            warnings.simplefilter("ignore")
+            for name, metric in used.items():  # a worker may have had no batch
+                result.update(values_of(f"val_{name}", MergedStates(metric.clone().cpu())))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +113,3 @@ class WithMetrics(TrainingOperator):
         if getattr(method, "__func__", None) is TrainingOperator.validate_batch:
             self.update_metrics(batch_info["output"], batch_info["target"])
         return result
-
-
-def _has_updates(metric: Metric) -> bool:
-    return any(member.update_called for member in nested_metrics(metric))
