@@ -157,17 +157,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         if "log" in vars(module):  # another method has given it
             yield stand_in
             return
-        of_worker = {
-            "training": False,
-            "validating": False,
-            "global_rank": self.world_rank,
-            "local_rank": self.local_rank,
-            "world_size": self.world_size,
-            "is_global_zero": self.world_rank == 0,
-        }
-        if "max_epochs" in self.config:
-            of_worker["max_epochs"] = int(self.config["max_epochs"])
-        vars(stand_in).update(of_worker | state)
+        vars(stand_in).update({"training": False, "validating": False} | state)
         module.trainer = stand_in
         modules = [each for each in module.modules() if isinstance(each, _base_of(type(module)))]
         for each in modules:
@@ -202,7 +192,8 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 module.on_train_epoch_start()
             result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
             if self._loop_ends_epoch():
-                module.on_train_epoch_end()
+                with stand_in.restoring_metrics(result):
+                    module.on_train_epoch_end()
             result.update(compute_logged(stand_in.pop_logged()))
         return result
 
@@ -280,8 +271,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
             module.on_validation_start()
             module.on_validation_epoch_start()
             result: dict[str, Any] = super().validate(val_iterator, info)
-            module.on_validation_epoch_end()
-            module.on_validation_end()
+            with stand_in.restoring_metrics(result):
+                module.on_validation_epoch_end()
+                module.on_validation_end()
             result.update(compute_logged(stand_in.pop_logged()))
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import numbers
 from collections.abc import Mapping
@@ -19,13 +20,15 @@ class TrainerStandIn:
 
     sanity_checking = False
     progress_bar_callback = None
-    world_size = 1
     logger = None
     loggers: tuple[Any, ...] = ()
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
+        if "max_epochs" in operator.config:
+            self.max_epochs = int(operator.config["max_epochs"])
         self._logged: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}  # of torchmetrics, whose states are in `_logged`
         self.batch_size: int | None = None
         """The first ``batch_size`` that the current batch has logged."""
         self.datamodule: Any = None
@@ -53,6 +56,10 @@ class TrainerStandIn:
 
     num_training_batches: int = forward_to("_operator.steps_per_epoch")
     global_step: int = forward_to("_operator.global_step")
+    global_rank: int = forward_to("_operator.world_rank")
+    local_rank: int = forward_to("_operator.local_rank")
+    world_size: int = forward_to("_operator.world_size")
+    is_global_zero = property(lambda self: self.global_rank == 0)
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -83,7 +90,7 @@ class TrainerStandIn:
         if logger is False:
             return
         if hasattr(value, "metric_state"):
-            self._logged[name] = MergedStates(copy_without_sync(value))
+            self._metrics[name], self._logged[name] = value, MergedStates(copy_without_sync(value))
             value.reset()
             return
         is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
@@ -108,6 +115,16 @@ class TrainerStandIn:
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
         for name, value in dictionary.items():
             self.log(name, value, *arguments, **keywords)
+
+    def restoring_metrics(self, result: Mapping[str, Any]) -> contextlib.ExitStack:
+        """Give metrics that batches have logged the states of all batches within the context."""
+        stack = contextlib.ExitStack()
+        for key, value in result.items():
+            metric = self._metrics.get(key.removesuffix(getattr(value, "suffix", "")))
+            if metric is not None and isinstance(value.metric, MergedStates):
+                value.metric.load_into(metric)
+                stack.callback(metric.reset)
+        return stack
 
     def pop_logged(self) -> dict[str, Any]:
         logged, self._logged, self.batch_size = self._logged, {}, None

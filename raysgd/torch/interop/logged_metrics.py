@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.metrics import MergeableMetric, values_of
+from raysgd.metrics import MergeableMetric, on_cpu, values_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -52,13 +52,15 @@ class MergedStates(MergeableMetric):
     def _reduce_states(self) -> Metric:
         # Copy, because some metrics change their states in compute(). The newest is the smallest.
         metric = self._metrics[-1].clone()
+        self.load_into(metric)
+        return metric
+
+    def load_into(self, metric: Metric) -> None:
         # TorchMetrics has no public names for the rest. Its `reset` would reset the states, too.
         for member, *own in zip(*map(nested_metrics, (metric, *self._metrics)), strict=True):
             for name, reduce in member._reductions.items():
-                if len(own) > 1:
-                    setattr(member, name, _combine([getattr(m, name) for m in own], reduce))
+                setattr(member, name, _combine([getattr(m, name) for m in own], reduce))
             member._update_count, member._computed = 1, None
-        return metric
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_metrics": [each.clone().cpu() for each in self._metrics]}
@@ -95,6 +97,8 @@ def _combine(states: list[Any], reduce: Any) -> Any:
     if isinstance(states[0], list):
         # Lists of batches are concatenated.
         return [batch for state in states for batch in state]
+    if len(states) == 1:
+        return states[0].clone()
     stacked = torch.stack(states)
     return stacked if reduce is None else reduce(stacked)
 
@@ -112,8 +116,6 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": 
 def compute_logged(logged: Mapping[str, Any]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for name, value in logged.items():
-        if isinstance(value, MergeableMetric):
-            metrics.update(values_of(name, value))
-        else:
-            metrics[name] = value.item() if isinstance(value, torch.Tensor) else value
+        is_merged = isinstance(value, MergeableMetric)
+        metrics |= values_of(name, value) if is_merged else {name: on_cpu(value)}
     return metrics

@@ -113,8 +113,8 @@ def test_module_trains_like_a_plain_loop(tmp_path):
     assert type(model) is Line
     torch.testing.assert_close([*model.parameters()], [*expected.parameters()], rtol=0, atol=0)
     assert [(s["num_samples"], s["where"]) for s in stats] == [(40, 0), (40, 1)]
-    assert "hidden" not in stats[0]
     assert [s["last_step"] for s in stats] == [4, 9]
+    assert "hidden" not in stats[0]
     assert (stats[0]["is_first"], stats[0]["epoch_end"]) == (1, 1.5)
     assert stats[1]["train_loss"] < stats[0]["train_loss"]
 
@@ -283,6 +283,9 @@ class Measuring(Line):
         self.metrics.update(self(x), y)
         self.log_dict(self.metrics)
 
+    def on_validation_epoch_end(self):
+        self.log("end_mse", self.metrics["mse"].compute())
+
 
 def test_a_module_logs_metrics_of_torchmetrics_and_uses_its_trainer(capsys):
     trainer = start(Measuring, {"max_epochs": 4})
@@ -296,6 +299,7 @@ def test_a_module_logs_metrics_of_torchmetrics_and_uses_its_trainer(capsys):
             errors = trainer.get_local_operator().module(X) - Y
         assert found["val_mae"] == pytest.approx(errors.abs().mean().item(), rel=1e-5)
         assert found["val_mse"] == pytest.approx(errors.square().mean().item(), rel=1e-5)
+        assert found["end_mse"] == found["val_mse"]
         assert found["val_r"] == pytest.approx(1)
         assert found["val_rows"] == pytest.approx((16 + 16 + 8) / 3)
     assert capsys.readouterr().out.count("batch 4") == 2
@@ -319,9 +323,8 @@ def test_a_logged_metric_of_torchmetrics_does_not_wait_for_other_workers():
 
 class Planning(Line):
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         self.planned = self.trainer.estimated_stepping_batches
-        return optimizer
+        return super().configure_optimizers()
 
     def training_step(self, batch, batch_idx):
         self.planned += self.trainer.num_training_batches
@@ -329,8 +332,10 @@ class Planning(Line):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_module_plans_with_the_number_of_its_steps():
-    trainer = start(Planning, {"max_epochs": 4})
+def test_a_module_plans_with_the_number_and_interval_of_its_steps():
+    trainer = start(Planning, {"max_epochs": 4, "scheduler": {"interval": "step"}}, None)
+    assert trainer.apply_all_operators(lambda each: each.scheduler_step_freq) == ["batch"]
+    assert trainer.scheduler_step_freq is None  # that of the trainer
     trainer.train(num_steps=1)
     assert trainer.get_local_operator().module.planned == 4 * 5 + 5
     with pytest.raises(AttributeError, match=r"pass config={\"max_epochs\": ...}"):
@@ -438,12 +443,6 @@ def test_fit_validates_and_resumes_a_module(tmp_path):
     expected = trained_by_hand(2).layer
     torch.testing.assert_close(flat(trainer.get_model().layer), flat(expected))
     assert metrics["val_mae"] == pytest.approx((expected(X) - Y).abs().mean().item(), rel=1e-5)
-
-
-def test_schedulers_step_at_the_interval_that_the_module_states():
-    trainer = start(config={"scheduler": {"interval": "step"}}, frequency=None)
-    assert trainer.apply_all_operators(lambda each: each.scheduler_step_freq) == ["batch"]
-    assert trainer.scheduler_step_freq is None  # that of the trainer
 
 
 class Clipping(Line):
