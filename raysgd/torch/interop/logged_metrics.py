@@ -75,7 +75,7 @@ def nested_metrics(metric: Metric) -> list[Metric]:
 
 def copy_without_sync(metric: Metric) -> Metric:
     """Return a copy of a metric that never communicates, as workers may compute unequally often."""
-    own = metric.clone()
+    own = metric._apply(torch.detach).clone()  # tensors with a graph have no copies
     for member in nested_metrics(own):
         member.distributed_available_fn = bool  # without an argument, it returns False
         member.dist_sync_on_step = False
