@@ -87,8 +87,6 @@ class TrainerStandIn:
         """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
         if self.batch_size is None:
             self.batch_size = batch_size
-        if logger is False:
-            return
         if hasattr(value, "metric_state"):
             self._metrics[name], self._logged[name] = value, MergedStates(copy_without_sync(value))
             value.reset()

@@ -114,8 +114,7 @@ def test_module_trains_like_a_plain_loop(tmp_path):
     torch.testing.assert_close([*model.parameters()], [*expected.parameters()], rtol=0, atol=0)
     assert [(s["num_samples"], s["where"]) for s in stats] == [(40, 0), (40, 1)]
     assert [s["last_step"] for s in stats] == [4, 9]
-    assert "hidden" not in stats[0]
-    assert (stats[0]["is_first"], stats[0]["epoch_end"]) == (1, 1.5)
+    assert [stats[0][name] for name in ("is_first", "epoch_end", "hidden")] == [1, 1.5, 1]
     assert stats[1]["train_loss"] < stats[0]["train_loss"]
 
     found = trainer.validate()
