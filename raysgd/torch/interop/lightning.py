@@ -287,7 +287,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         module.on_validation_batch_end(output, batch, index)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         metrics = {}
-        if isinstance(loss, torch.Tensor):
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # or the output of the model
             metrics["val_loss"] = self._mean_of(loss, self.count_for_backward(batch, num_samples))
         return {**metrics, **self._stand_in.pop_logged(), NUM_SAMPLES: num_samples}
 
