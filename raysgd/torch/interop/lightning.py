@@ -182,7 +182,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         module = self.module
         begins = not self._has_started or self._train_state.position.offset == 0
         with self._attach_trainer(training=True) as stand_in:
-            if begins and not self._train_state.keeps_modes:
+            if begins and not self._train_state.keeps_modes and _overrides(module, "train"):
                 self.train_mode(True)  # before the hooks, which may change modes
             self._train_state.keeps_modes = True
             if not self._has_started:

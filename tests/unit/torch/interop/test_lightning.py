@@ -264,7 +264,7 @@ class Measuring(Line):
         kinds |= {"r": torchmetrics.PearsonCorrCoef, "rows": MeanRows}
         metrics = {name: kind() for name, kind in kinds.items()}
         self.metrics = torchmetrics.MetricCollection(metrics, prefix="val_")
-        self.largest, self.share = torchmetrics.MaxMetric(), torchmetrics.MeanMetric()
+        self.largest, self.share = torchmetrics.MaxMetric().eval(), torchmetrics.MeanMetric()
 
     def training_step(self, batch, batch_idx):
         self.print("batch", batch_idx)
@@ -275,6 +275,7 @@ class Measuring(Line):
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self):
+        assert not self.largest.training, "Lightning keeps the modes of the constructor"
         self.log("share", self.share)
 
     def validation_step(self, batch, batch_idx):
