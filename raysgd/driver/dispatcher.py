@@ -63,7 +63,7 @@ class Dispatcher:
     _newest_train_request: TrainRequest | None = None
     _train_starts: dict[int, ReportedPosition] = field(default_factory=dict)
     """Where calls of train began, by their numbers. Another thread may begin one."""
-    _unfinished_validation: tuple[int, int] | None = None
+    unfinished_validation: tuple[int, int] | None = None
     """Call number and first batch of a validation that has not returned."""
     has_bad_loss: bool = False
     """Whether the newest metrics had a loss that is not finite."""
@@ -240,14 +240,14 @@ class Dispatcher:
         After a failed call, the next call begins at the same batch, or from the start.
         """
         new = request.call_number, 0 if request.from_start else self.position.validation_offset
-        number, start = (not request.from_start and self._unfinished_validation) or new
+        number, start = (not request.from_start and self.unfinished_validation) or new
         request = replace(request, call_number=number)
-        self._unfinished_validation = number, start
+        self.unfinished_validation = number, start
         on_progress = self.callback_list.notifier(trainer, "validate")
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_progress=on_progress)
         seconds = time.perf_counter() - started
-        self._unfinished_validation = None
+        self.unfinished_validation = None
         merged = self._merge(results)
         is_complete = start == self.position.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)

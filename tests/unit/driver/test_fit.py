@@ -16,13 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.callbacks import (
-    Callback,
-    CheckpointCallback,
-    EarlyStopping,
-    History,
-    TensorBoardLogger,
-)
+from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, History, TensorBoardLogger
 from raysgd.errors import CallbackError
 from raysgd.metrics import AverageMeter, Sums
 from tests.operators import parameters
@@ -491,6 +485,13 @@ def test_fit_validates_all_data_after_a_partial_validation(make_trainer):
     with failure(trainer.get_local_operator(), when="validate"):
         trainer.fit(3)
     assert trainer.validate()["num_samples"] == whole
+    assert trainer.last_call.is_complete
+    state = trainer.state_dict()
+    trainer.validate(num_steps=2)
+    with failure(trainer.get_local_operator(), when="validate"):
+        trainer.validate()
+    trainer.load_state_dict(state)
+    trainer.validate()
     assert trainer.last_call.is_complete
 
 
