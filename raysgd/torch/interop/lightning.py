@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.files import lock_of_node
-from raysgd.metrics import NUM_SAMPLES
+from raysgd.metrics import NUM_SAMPLES, merge_segments
 from raysgd.torch.interop.lightning_trainer import TrainerStandIn
 from raysgd.torch.interop.logged_metrics import compute_logged
 
@@ -62,7 +62,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
         self._stand_in = TrainerStandIn(self)
-        self._has_started = False
+        self._epoch: dict[str, Any] | None = None  # its metrics; None before training
         with self._attach_trainer():
             loaders = self._load(config, unused)
             module.configure_model()
@@ -180,19 +180,20 @@ class LightningMethods(_Base):  # type: ignore[misc]
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
         module = self.module
-        begins = not self._has_started or self._train_state.position.offset == 0
+        begins = self._epoch is None or self._train_state.position.offset == 0
         with self._attach_trainer(training=True) as stand_in:
             if begins and not self._train_state.keeps_modes and _overrides(module, "train"):
                 self.train_mode(True)  # before the hooks, which may change modes
             self._train_state.keeps_modes = True
-            if not self._has_started:
-                self._has_started = True
+            if self._epoch is None:
+                self._epoch = {}
                 module.on_train_start()
             if begins:
                 module.on_train_epoch_start()
             result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
+            self._epoch = result if begins else merge_segments([self._epoch, result])
             if self._loop_ends_epoch():
-                with stand_in.restoring_metrics(result):
+                with stand_in.restoring_metrics(self._epoch):
                     module.on_train_epoch_end()
             result.update(compute_logged(stand_in.pop_logged()))
         return result

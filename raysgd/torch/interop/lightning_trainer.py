@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -47,11 +46,11 @@ class TrainerStandIn:
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all workers, stacked by rank."""
-        tensor = torch.as_tensor(tensor)
+        from torch.distributed.nn.functional import all_gather
+
         if self.world_size == 1:
-            return tensor
-        functional = importlib.import_module("torch.distributed.nn.functional")
-        stacked = torch.stack(functional.all_gather(tensor.contiguous(), group))
+            return torch.as_tensor(tensor)
+        stacked = torch.stack(all_gather(torch.as_tensor(tensor).contiguous(), group))
         return stacked if sync_grads else stacked.detach()
 
     num_training_batches: int = forward_to("_operator.steps_per_epoch")
