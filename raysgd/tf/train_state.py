@@ -17,7 +17,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import try_copy
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.train_state import RandomGenerators, TrainState
-from raysgd.tf.collectives import KerasCollectives, create_collectives
+from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import options_of, trainable_flags
 from raysgd.tf.losses import BatchLosses, compiled_objects
 from raysgd.tf.options import TFSettings

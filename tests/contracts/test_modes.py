@@ -18,7 +18,7 @@ WORDS = re.compile(
 )
 ALLOWED = re.compile(
     r"torch/strategies/|(loop|torch|tf)/options\.py|(torch|tf)/trainer\.py"
-    r"|tf/collectives\.py|(comm|train|cli)/|raysgd/__init__\.py|horovod|equal_bits|shard"
+    r"|tf/communication\.py|(comm|train|cli)/|raysgd/__init__\.py|horovod|equal_bits|shard"
 )
 OF_PYTHON = {"_asdict", "_current_frames", "_exit", "_getframe", "_internal", "_make", "_replace"}
 PORTS = {"GradientExchange", "StatePlacement"}

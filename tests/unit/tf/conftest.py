@@ -14,7 +14,7 @@ def build(monkeypatch):
     """A factory of operators that are set up in this process."""
     pytest.importorskip("tensorflow")
     from raysgd.tf import train_state
-    from raysgd.tf.collectives import KerasCollectives
+    from raysgd.tf.communication import KerasCollectives
     from raysgd.tf.options import TFOptions, TFSettings
     from raysgd.tf.runner import build_operator
 

@@ -9,7 +9,7 @@ pytest.importorskip("tensorflow")
 
 from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import TrainRequest
-from raysgd.tf.collectives import KerasCollectives
+from raysgd.tf.communication import KerasCollectives
 from raysgd.tf.losses import MeanLoss, _multiply_weights
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner

@@ -9,7 +9,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.collectives import KerasCollectives  # noqa: E402
+from raysgd.tf.communication import KerasCollectives  # noqa: E402
 from raysgd.tf.features import ReplicaSync  # noqa: E402
 from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
 from raysgd.tf.state_access import KerasStateAccess  # noqa: E402
