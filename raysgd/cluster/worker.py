@@ -66,9 +66,13 @@ class Outcome:
 
     def unpack(self) -> Any:
         """Return the value or the exception, as text if this process lacks its class."""
-        with contextlib.suppress(*[Exception] if self.traceback else []):
+        try:
             return _unpack(self.payload)
-        return RemoteError(self.traceback.rpartition("\n  ")[2].partition("\n")[2].strip())
+        except Exception:
+            if not self.traceback:
+                raise
+            after_frames = self.traceback.rpartition("\n  ")[2].partition("\n")[2]
+            return RemoteError(after_frames.strip())
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""
