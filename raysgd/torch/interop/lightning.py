@@ -191,11 +191,10 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 self.train_mode(True)  # before the hooks, which may change modes
             self._train_state.keeps_modes = True
             if self._epoch is None:
-                if evaluating := [
-                    name for name, each in module.named_modules() if not each.training
-                ]:
+                names = (name for name, each in module.named_modules() if not each.training)
+                if name := next(filter(None, names), None):
                     warn_once = self._train_state.settings.warn_once
-                    warn_once("modes", _EVALUATING, evaluating[0], type(module).__name__)
+                    warn_once("modes", _EVALUATING, name, type(module).__name__)
                 self._epoch = {}
                 module.on_train_start()
             if begins:
