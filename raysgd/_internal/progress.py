@@ -83,7 +83,7 @@ class ProcessStatus(NamedTuple):
     """What a process does. The worker adds the last two. `raysgd.elastic` reads it."""
 
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
-    failure_place: str = ""  # the step and the batch in which the newest request failed, as text
+    failure_place: str = ""  # step and batch where the newest request failed, as text
     collective: int | None = None  # number of the collective that the worker waits for
     terminated_s: float | None = None  # seconds since the process got SIGTERM
 
