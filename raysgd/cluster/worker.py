@@ -309,15 +309,14 @@ class Worker:
             return self._failure(error)
 
     def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
-        payload = value
         if inbox is not None and isinstance(value, FileContent):
             try:
-                payload = send(inbox, pickle.dumps(value.metadata), (), value.write)
+                value = send(inbox, pickle.dumps(value.metadata), (), value.write)
             except Exception as error:  # the answer is why the content could not be written
-                payload = _pack_error(_without_frames(error))
+                value = _pack_error(_without_frames(error))
         elif self._is_remote:
-            payload = _send_if_large(_pack_answer(value), inbox)
-        return Outcome("ok", payload, self._safe_progress())
+            value = _send_if_large(_pack_answer(value), inbox)
+        return Outcome("ok", value, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -368,10 +367,11 @@ class Worker:
 
 
 def _has_cause(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
-    while error is not None and not test(error):
-        cause = error.__cause__ or error.__context__
-        error = None if cause is error else cause  # ``raise error from error``
-    return error is not None
+    chain: list[BaseException] = []
+    while error is not None and all(error is not each for each in chain):  # it may be a cycle
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return any(map(test, chain))
 
 
 def _unpack(value: Any, copies: bool = True) -> Any:

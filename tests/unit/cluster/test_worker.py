@@ -256,10 +256,11 @@ def test_thread_of_the_driver_returns_every_base_exception(error):
 
 def test_errors_caused_by_communication_count_as_communication(worker):
     assert call(worker, fail_with(ConnectionError("peer"))).kind == "communication"
-    assert call(worker, fail_with(PlainError())).kind == "user"
-    wrapped = PlainError("training failed")
-    wrapped.__cause__ = ConnectionError("peer")
-    assert call(worker, fail_with(wrapped), inline=True).kind == "communication"
+    first, second = PlainError("training failed"), PlainError("again")
+    first.__cause__, second.__context__ = second, first
+    assert call(worker, fail_with(first), inline=True).kind == "user"
+    second.__cause__ = ConnectionError("peer")
+    assert call(worker, fail_with(second), inline=True).kind == "communication"
     assert call(worker, lambda: raise_after_a_lost_peer(PlainError())).kind == "communication"
 
 
@@ -288,13 +289,8 @@ def test_consequence_of_another_error_arrives_as_text(worker):
 
 @pytest.mark.parametrize("error", [ConnectionError("peer"), PlainError("bad batch")])
 def test_an_exception_does_not_keep_frames_alive(worker, error):
-    def fail():
-        try:
-            raise KeyError("first")
-        except KeyError as reason:
-            raise error from reason
-
-    call(worker, fail, inline=True)
+    error.__cause__ = KeyError("first")
+    call(worker, lambda: raise_after_a_lost_peer(error), inline=True)
     assert error.__traceback__ is error.__cause__ is error.__context__ is None
 
 
