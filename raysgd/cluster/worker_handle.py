@@ -239,7 +239,8 @@ class LocalHandle(WorkerHandle):
 
     def submit_work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         if self._thread is not None:
-            return self._thread.submit(method, self.worker, *arguments, **named)
+            with contextlib.suppress(RuntimeError):  # Python ends the thread before it exits
+                return self._thread.submit(method, self.worker, *arguments, **named)
         future: Future[R] = Future()
         future.set_result(method(self.worker, *arguments, **named))
         return future
@@ -272,11 +273,10 @@ def _as_task(function: Any, location: WorkerLocation) -> Callable[..., Any]:
 
 def _await_exit(pid: int, timeout_s: float) -> bool:
     try:
-        psutil.Process(pid).wait(timeout_s)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(timeout_s)
     except psutil.TimeoutExpired:
         return False
-    except psutil.NoSuchProcess:
-        pass
     return True
 
 

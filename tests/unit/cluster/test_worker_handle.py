@@ -69,14 +69,14 @@ def test_a_thread_member_works_in_a_thread_of_its_own():
     member.submit_work(Worker.create_runner, None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
     busy = member.submit_work(Worker.handle, request_of("run", function=lambda: gate.wait(20)))
-    assert (
-        member.submit_control(Worker.progress).result(20) == Progress()
-    )  # while the work thread is busy
+    # while the work thread is busy
+    assert member.submit_control(Worker.progress).result(20) == Progress()
     gate.set()
     assert busy.result(20).unpack() is True
     asked = member.submit_work(Worker.handle, request_of("run", function=threading.get_ident))
     assert asked.result(20).unpack() != threading.get_ident()
-    member.kill()
+    member._thread.shutdown()  # as Python does at its exit
+    assert member.submit_work(Worker.teardown).result(0) is None
 
 
 def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
