@@ -93,10 +93,9 @@ class FitLoop:
         verbose: bool,
     ) -> History:
         """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
-        if arguments.num_epochs is None:
-            if arguments.max_steps is None:
-                raise TypeError("fit(num_epochs=None): must be an int, unless max_steps is given.")
-            arguments = replace(arguments, num_epochs=sys.maxsize)
+        if (arguments.num_epochs or arguments.max_steps) is None:
+            raise TypeError("fit(num_epochs=None): must be an int, unless max_steps is given.")
+        arguments = replace(arguments, num_epochs=arguments.num_epochs or sys.maxsize)
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         added = as_callbacks(where, callbacks, trainer.logdir, callback_list)
@@ -313,9 +312,8 @@ class FitLoop:
 
 def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str], why: str) -> None:
     """Check that monitored metrics of validation exist. Others may be metrics of training."""
-    for argument, name in monitored.items():
-        if name in metrics:
-            continue
+    missing = {argument: name for argument, name in monitored.items() if name not in metrics}
+    for argument, name in missing.items():
         if name.startswith(_VALIDATION_PREFIXES):
             raise ValueError(f"{argument}: there is no such metric, because {why}")
         if f"val_{name}" in metrics:

@@ -78,8 +78,7 @@ class ElasticConfig:
 
 def as_elastic_config(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:
     """Return the ElasticConfig, or the default one for None."""
-    if elastic is None:
-        return ElasticConfig()
+    elastic = ElasticConfig() if elastic is None else elastic
     if not isinstance(elastic, ElasticConfig):
         raise TypeError(f"{trainer}(elastic={elastic!r}): must be an ElasticConfig.")
     if elastic.shares == "measured" and not times_steps:

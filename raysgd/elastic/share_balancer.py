@@ -81,10 +81,8 @@ class ShareBalancer:
                     ", ".join(map(repr, missing)),
                     ", ".join(sorted(known)),
                 )
-        by_member = []
-        for member in members:
-            traits = self._traits.get(member.location.node_id, set())
-            by_member.append(next((share for name, share in shares.items() if name in traits), 1.0))
+        of_nodes = [self._traits.get(member.location.node_id, set()) for member in members]
+        by_member = [next((s for n, s in shares.items() if n in each), 1.0) for each in of_nodes]
         return _normalize(by_member) if _are_uneven(by_member) else None
 
     def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
