@@ -208,6 +208,7 @@ class Loop:
             and self.source.step_digest() is not None,
             after_commit=after_commit,
             pause_step=min(pauses, default=math.inf),
+            break_ends_epoch=request.until_epoch is not None,
         )
         if segment.total_steps == 0 and segment.start_offset == 0:
             raise empty_loader_error("train", self.source, self._rank_with_fewest)

@@ -52,6 +52,7 @@ class Segment(Iterator[Any]):
     after_commit: Sequence[Callable[[], None]] = ()
     read_limit: int | None = None  # steps to read of a new iteration; None for all
     pause_step: float = math.inf  # number of committed steps at which to pause
+    break_ends_epoch: bool = True  # if the loop stops before `max_steps`
 
     def __post_init__(self) -> None:
         train_state = self._train_state
@@ -205,11 +206,10 @@ class Segment(Iterator[Any]):
     @property
     def loop_ends_epoch(self) -> bool:
         """Whether the epoch is over if the loop asks for no further batch."""
-        if self.max_steps is None and not (self.has_paused or self.has_loader_failed):
-            return True  # a loop that stops early ends the epoch
-        newest = self._update.micro_batch
-        pending = newest.step_index + newest.ends_step if self._update.is_open else 0
-        return self.epoch_is_over or self.num_committed + pending == self.steps_left
+        update, goes_on = self._update, self.has_paused or self.has_loader_failed
+        done = self.num_finished_steps + (update.is_open and update.micro_batch.ends_step)
+        stops_early = self.break_ends_epoch and done != self.max_steps and not goes_on
+        return stops_early or self.epoch_is_over or done == self.steps_left
 
     @property
     def num_finished_steps(self) -> int:

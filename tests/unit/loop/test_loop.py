@@ -452,9 +452,9 @@ def test_a_loop_that_stops_by_itself_ends_its_epoch(start, length):
             return super().train_epoch(itertools.islice(iterator, length), info)
 
     trainer, operator = start(Stopping, {"scheduler": halving}, scheduler_step_freq="epoch")
-    for epoch in (1, 2):
-        trainer.train()
-        assert trainer.epoch == epoch
+    for epoch, max_steps in ((1, None), (2, 99)):
+        trainer.fit(epoch, max_steps=max_steps)
+        assert (trainer.epoch, trainer.global_step) == (epoch, epoch * length)
         assert rate(operator) == pytest.approx(0.5**epoch)
     trainer.train(num_steps=2)
     assert rate(operator) == pytest.approx(0.25)
