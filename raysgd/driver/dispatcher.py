@@ -118,11 +118,12 @@ class Dispatcher:
 
     def _make_replay(self, position: ReportedPosition) -> Call | None:
         """Return the call that repeats training up to `position`."""
-        if self._newest_train_request is None:
+        if (newest := self._newest_train_request) is None:
             return None
         request = replace(
-            self._newest_train_request,
-            until_epoch=None if position.in_epoch else position.epoch,
+            newest,
+            # Workers add the extra epochs of this call to its own goal.
+            until_epoch=min(newest.until_epoch or sys.maxsize, position.epoch + position.in_epoch),
             until_step=position.global_step if position.in_epoch else None,
             callback_pause_step=None,
             log_every=None,
@@ -182,8 +183,8 @@ class Dispatcher:
             goals = (start.global_step + num_steps, request.until_step or sys.maxsize)
             request = replace(request, until_step=min(goals))
         request = replace(request, start_step=start.global_step, callback_pause_step=pause)
-        self._newest_train_request = request
-        return request
+        self._newest_train_request = replace(request, starts_with_epoch=not start.in_epoch)
+        return self._newest_train_request
 
     def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:
         """Pass the metrics of a point to callbacks."""

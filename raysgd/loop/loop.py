@@ -141,7 +141,7 @@ class Loop:
     def _max_steps_of_segment(self, request: TrainRequest) -> int | None:
         """Return the maximum number of steps of the next segment, or None if its epoch ends it."""
         step, until = self._position.global_step, request.until_step
-        if step < request.start_step:
+        if step < request.start_step and not request.starts_with_epoch:
             return request.start_step - step  # steps that were done before the call
         return None if until is None else until - step
 

@@ -456,8 +456,13 @@ def test_a_loop_that_stops_by_itself_ends_its_epoch(start, length):
         trainer.fit(epoch, max_steps=max_steps)
         assert (trainer.epoch, trainer.global_step) == (epoch, epoch * length)
         assert rate(operator) == pytest.approx(0.5**epoch)
+    dispatcher = trainer._dispatcher
+    replay = dispatcher._make_replay(dispatcher.position)
+    operator._train_state.load_position({"epoch": 0, "offset": 0}, 0)
+    dispatcher.controller.run(replay)
+    assert (trainer.epoch, trainer.global_step) == (2, 2 * length)
     trainer.train(num_steps=2)
-    assert rate(operator) == pytest.approx(0.25)
+    assert rate(operator) == pytest.approx(0.0625)
 
 
 class OwnPlateau(torch.optim.lr_scheduler.LRScheduler):
@@ -681,6 +686,15 @@ def test_an_empty_rest_of_an_epoch_counts_if_the_goal_needs_it(loop_of):
     train(loop, until_step=5)
     train(loop, call=1, until_epoch=2, start_step=5)
     assert (operator.global_step, operator._train_state.position.epoch) == (10, 2)
+
+
+def test_a_replay_adds_the_extra_epoch_of_a_call_once(start):
+    trainer, operator = start(Streaming)
+    trainer.train(num_steps=5)
+    trainer.train()  # began at the end of an epoch
+    dispatcher = trainer._dispatcher
+    dispatcher.controller.run(dispatcher._make_replay(dispatcher.position))
+    assert operator.global_step == 10
 
 
 @pytest.mark.parametrize("goal", [{"until_step": 4}, {"until_epoch": 1}])
