@@ -240,7 +240,8 @@ class Controller:
         try:
             self._supervisor.set_call(call)
             with self._aborting_on_error():
-                if len(self.members) < min_workers:
+                has_attempts = len(self._starter.failures) < self._starter.config.max_attempts
+                if len(self.members) < min_workers or not has_attempts:
                     self._starter.reset_failures()  # once per call, to limit the attempts
                 end = self._react(state_machine.CallRequested(budget=budget))
                 if isinstance(end, CallFailed | FormingFailed) and end.error:

@@ -140,7 +140,7 @@ class WorkerStarter:
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""
         self._crashes_in_row: dict[AnySlot | None, tuple[Phase, int]] = {}
         """By slot: the phase of the newest crashes of pending workers, and their number."""
-        self._failures: list[tuple[AnySlot, float]] = []
+        self.failures: list[tuple[AnySlot, float]] = []
         """For each failure: the slot, and when it may start another worker."""
         self._resized_at = self.group.clock.monotonic()
 
@@ -173,7 +173,7 @@ class WorkerStarter:
 
     def reset_failures(self) -> None:
         """Reset the failures of pending workers, because their cause may be gone."""
-        self._failures, self.error = [], None
+        self.failures, self.error = [], None
 
     def request_slots(self) -> bool:
         """Request the missing slots if the group may grow. Return whether one is free."""
@@ -199,7 +199,7 @@ class WorkerStarter:
                 self._remove(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
-        elif len(self._failures) < self.config.max_attempts:
+        elif len(self.failures) < self.config.max_attempts:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
@@ -226,7 +226,7 @@ class WorkerStarter:
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members)
         for slot in vacant:
-            if any(each is slot and now < until for each, until in self._failures):
+            if any(each is slot and now < until for each, until in self.failures):
                 continue
             ranks = {worker.rank for worker in self._pending}
             rank = next((r for r in range(num_staying, size) if r not in ranks), size - 1)
@@ -271,11 +271,11 @@ class WorkerStarter:
                 )
         elif self.record.is_first_start or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
-        num_left = self.config.max_attempts - len(self._failures)
+        num_left = self.config.max_attempts - len(self.failures)
         # No worker can load a damaged state, so that no attempt is left.
         num_used = max(1, num_left) if isinstance(error, CheckpointError) else 1
-        wait_s = backoff_s(len(self._failures) + num_used - 1, self.config)
-        self._failures += [(slot, self.group.clock.monotonic() + wait_s)] * num_used
+        wait_s = backoff_s(len(self.failures) + num_used - 1, self.config)
+        self.failures += [(slot, self.group.clock.monotonic() + wait_s)] * num_used
         if num_used == num_left:
             logger.warning("No more replacement workers start in this call.")
 

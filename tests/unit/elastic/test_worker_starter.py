@@ -69,12 +69,14 @@ def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after
     assert [error is not None for error in errors] == [False] * 2 * most + [phase != "ready"]
 
 
-def test_replacements_start_again_after_a_new_loss(world):
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_replacements_start_again_after_a_new_loss_and_in_a_later_call(world, is_lost):
     """Otherwise, waiting for min_workers would be useless."""
     controller = world.drive(3, max_attempts=1).controller
     every_new(world, setup_error=ValueError("no such file"))
     world.room = 3
-    world.at_step(100, lambda: (world.on_new_worker.clear(), world.lose(1)))
+    world.at_step(100, lambda: (world.on_new_worker.clear(), is_lost and world.lose(1)))
+    assert is_lost or len(run_until(controller, 200)) == 2
     assert steps_of(run_until(controller, 400, max_failures=1)) == [400] * 3
     assert kinds(controller).count("newcomer_failed") == 1
 
