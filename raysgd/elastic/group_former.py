@@ -185,10 +185,11 @@ class GroupFormer:
                     return
             is_short = num_members + self._starter.num_started() < min_workers
             if is_short and now >= deadline and not self._group.notices.detect_ray_silence():
-                room = self._group.describe_demand()
+                room, error = self._group.describe_demand(), self._starter.error
                 if num_waits == self._config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
-                    raise self._record.make_error(why)
+                    why = why if error is None else f"{missing}, and replacements fail: {error}"
+                    raise self._record.make_error(why, cause=error)
                 wait_s = policies.backoff_s(num_waits, self._config)
                 cause = f"{missing}, and {room}"
                 self._record.add_event("waiting", [], cause=cause, seconds=wait_s)

@@ -606,7 +606,7 @@ def test_a_later_call_retries_replacements_that_failed(world, failing, error, nu
     controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).controller
     every_new(world, **{failing: error})
     world.at_step(20, lambda: world.lose(1))
-    with pytest.raises(WorkerLostError, match="min_workers=3"):
+    with pytest.raises(WorkerLostError, match=f"min_workers=3, and replacements fail: {error}"):
         run_until(controller, 100, max_failures=1)
     assert kinds(controller).count("newcomer_failed") == num_tries
     every_new(world, **{failing: None})
