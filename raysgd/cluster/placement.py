@@ -239,7 +239,7 @@ def _request_group(
                 mentioned = now
                 what = describe_demand(bundles[0], len(bundles))
                 left_s = timeout_s - (now - started)
-                logger.warning("Waiting up to %.0f s for %s %s", left_s, what, _ADVICE)
+                logger.warning("Waiting up to %.0f s for %s. %s", left_s, what, _ADVICE)
             time.sleep(POLL_S)
         return group
     finally:
@@ -250,7 +250,7 @@ def _request_group(
 def _no_room_error(
     when: str, bundle: Mapping[str, float], min_workers: int, num_workers: int
 ) -> InsufficientResourcesError:
-    sentences = [f"No room {when}for {describe_demand(bundle, min_workers)}"]
+    sentences = [f"No room {when}for {describe_demand(bundle, min_workers)}."]
     if min_workers < num_workers:
         sentences.append(f"Training can start with that many of up to {_plural(num_workers)}.")
     sentences.append(
@@ -306,7 +306,7 @@ def describe_demand(bundle: Mapping[str, float], size: int = 1) -> str:
     return (
         f"{_plural(size)} with {_format(bundle)} each: the cluster has "
         f"{_format(ray.cluster_resources(), bundle)}, of which "
-        f"{_format(ray.available_resources(), bundle)} are free."
+        f"{_format(ray.available_resources(), bundle)} are free"
     )
 
 
