@@ -94,8 +94,8 @@ def check_number(caller: str, name: str, value: Any, above: float = -1) -> None:
 
 
 def check_timeout(caller: str, seconds: Any) -> None:
-    if not is_number(seconds) or not 0 < seconds < math.inf:
-        raise ValueError(f"{caller}(timeout_s={seconds!r}): must be a positive number of seconds.")
+    if not is_number(seconds) or not 0 < seconds <= 1e9:  # `socket` refuses 1e10
+        raise ValueError(f"{caller}(timeout_s={seconds!r}): must be above 0, at most 1e9 seconds.")
 
 
 _SMALLER = re.compile(
