@@ -43,7 +43,7 @@ class ReplicatedModel(DistributedDataParallel):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        del self.training  # __getattr__ then returns the mode of the module
+        del vars(self)["training"]  # __getattr__ then returns the mode of the module
         self._passes = BackwardPasses(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -80,6 +80,7 @@ class ReplicatedModel(DistributedDataParallel):
 
 _METHODS_OF_THE_MODULE = (
     "__bool__",
+    "__delattr__",
     "__delitem__",
     "__getitem__",
     "__iter__",

@@ -195,8 +195,10 @@ def test_wrapper_has_the_attributes_of_its_module(process_group):
     wrapped = ReplicatedModel(model)
     wrapped.temperature, wrapped.epoch = 2.0, 1  # the module lacks the second
     assert wrapped.weight is model.weight
-    assert (model.temperature, model.epoch) == (2.0, 1)
+    assert (model.temperature, vars(model)["epoch"]) == (2.0, 1)
+    del wrapped.epoch
     assert torch.equal(wrapped.encode(torch.eye(2)), model.weight)
+    assert not hasattr(model, "epoch")
     compiled = ReplicatedModel(torch.compile(model, backend="eager"))
     for each in (model, wrapped, compiled):
         assert TrainingOperator.unwrapped(None, each) is model
@@ -267,10 +269,8 @@ def test_wrapper_has_the_mode_dtype_and_new_modules_of_its_module(process_group)
     wrapped.train()
     assert not model.body[1].training
     assert wrapped.double() is wrapped
-    assert {t.dtype for t in (*model.parameters(), *model.buffers())} <= {
-        torch.float64,
-        torch.int64,
-    }
+    dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
+    assert dtypes <= {torch.float64, torch.int64}
     wrapped.head = torch.nn.Linear(2, 1)
     wrapped.register_buffer("seen", torch.zeros(1))
     assert {"head.weight", "seen"} <= {*model.state_dict()} == {*wrapped.state_dict()}
