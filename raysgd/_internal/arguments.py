@@ -99,7 +99,7 @@ def check_timeout(caller: str, seconds: Any) -> None:
 
 
 _SMALLER = re.compile(
-    r"(?i)loss|error|mae|mse|nll|perplexity|distance|brier|(?<![a-z])(err|fid|ppl|wer)(?![a-z])"
+    r"(?i)loss|error|mae|mse|nll|perplexity|distance|brier|(err|fid|ppl|(?<![a-z])wer)(?![a-z])"
 )
 _LARGER = re.compile(
     r"(?i)acc|auc|auroc|f1|precision|recall|specificity|iou|dice|(?<![a-z])map|r2|bleu|psnr|reward"

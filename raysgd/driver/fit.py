@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SANITY_STEPS = 2
 """Number of batches on which the first ``fit()`` tries the validation before it trains."""
-_VALIDATION_PREFIXES = ("val_", "val-", "val/", "valid", "eval_", "eval/")
+_OF_VALIDATION = re.compile(r"val(?![a-z])|valid|eval[_/]")  # and not "value"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class FitLoop:
     stop_reason: str | None = None
     fit_arguments: FitArguments = field(default_factory=FitArguments)
     """The arguments of the running ``fit()``."""
-    validation_names: set[str] = field(default_factory=set)
-    """Names of the metrics of validations. With some, ``fit()`` needs no sanity check."""
+    validation_names: set[str] | None = None
+    """Names of the metrics of validations. None: ``fit()`` tries one on a few batches."""
     _num_validated_epochs: int = 0
     """Number of epochs that need no validation anymore."""
     _due_step: int | None = None
@@ -219,7 +220,7 @@ class FitLoop:
             try:
                 self.dispatcher.report("on_validation_end", trainer, metrics, call)
             finally:  # also after Ctrl-C in a callback
-                self.validation_names.update(metrics)
+                self.validation_names = {*(self.validation_names or ()), *metrics}
                 if call.is_complete:  # after the hook, because a state it saves lacks `on_result`
                     self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
                 if self._epoch_result is not None and self._epoch_result.validation is not None:
@@ -232,7 +233,7 @@ class FitLoop:
             return
         metrics, call = result.metrics, result.call
         if (validation := result.validation) is None:
-            names = self.validation_names - {NUM_SAMPLES, BATCH_COUNT}
+            names = (self.validation_names or set()) - {NUM_SAMPLES, BATCH_COUNT}
             metrics = {name: value for name, value in metrics.items() if name not in names}
         else:
             metrics = {**metrics, **validation.merged}
@@ -272,7 +273,8 @@ class FitLoop:
 
     def _run_sanity_check(self) -> None:
         """Validate some batches before training, unless a validation has run or runs next."""
-        if self.validation_names or self.lacks_validation or self.stop_reason is not None:
+        has_validated = self.validation_names is not None
+        if has_validated or self.lacks_validation or self.stop_reason is not None:
             return
         request = ValidateRequest(
             call_number=-1,
@@ -292,7 +294,7 @@ class FitLoop:
             if names:
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitored(self._monitored_metrics(), list(names), why)
-            self.validation_names.update(names)
+            self.validation_names = {*names}
         except Exception as error:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last
@@ -301,9 +303,8 @@ class FitLoop:
     def _monitored_metrics(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
         callbacks = list(self.dispatcher.callback_list)
-        methods = [self.options.training_operator_cls.train_epoch]
-        for each in callbacks:
-            methods += [each.on_epoch_end, each.on_validation_end]
+        hooks = [hook for each in callbacks for hook in (each.on_epoch_end, each.on_validation_end)]
+        methods = [self.options.training_operator_cls.train_epoch, *hooks]
         if not all(method.__module__.startswith("raysgd.") for method in methods):
             return {}
         named = [(type(each).__name__, each.monitor) for each in callbacks]
@@ -314,7 +315,7 @@ def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str], why: 
     """Check that monitored metrics of validation exist. Others may be metrics of training."""
     missing = {argument: name for argument, name in monitored.items() if name not in metrics}
     for argument, name in missing.items():
-        if name.startswith(_VALIDATION_PREFIXES):
+        if _OF_VALIDATION.match(name):
             raise ValueError(f"{argument}: there is no such metric, because {why}")
         if f"val_{name}" in metrics:
             logger.warning("%s: validation has 'val_%s', but not this metric.", argument, name)

@@ -78,7 +78,7 @@ def test_fit_trains_validates_and_returns_the_metrics(make_trainer):
     ]
 
 
-@pytest.mark.parametrize("name", ["val_los", "eval_loss"])
+@pytest.mark.parametrize("name", ["val_los", "val.loss", "eval_loss"])
 def test_a_metric_that_validation_lacks_is_an_error_before_any_training(make_trainer, name):
     trainer = make_trainer()
     with pytest.raises(ValueError, match=rf"'{name}'\): there is no such metric.*val_loss"):
@@ -95,7 +95,7 @@ class Measuring(Recorder):
         return {**measured, "val_odd": Sums(self.config["function"], total=1.0)}
 
 
-def test_a_validation_or_metric_that_fails_is_found_before_any_training(make_trainer):
+def test_a_validation_is_tried_before_the_first_training(make_trainer, monkeypatch):
     trainer = make_trainer(Measuring, {"function": lambda sum: sum})
     with failure(trainer.get_local_operator(), when="validate") as caught:
         trainer.fit(2)
@@ -109,6 +109,10 @@ def test_a_validation_or_metric_that_fails_is_found_before_any_training(make_tra
         trainer.fit(1)
     assert caught.value.__notes__[0] == "The metric 'val_odd', a Sums, raised this error."
     assert trainer.global_step == 5, "all data may suffice if a few batches do not"
+    calls = []
+    monkeypatch.setattr(Recorder, "validate", lambda *_: calls.append({}) or {})
+    _ = (trainer := make_trainer(Recorder)).fit(1), trainer.fit(2)
+    assert len(calls) == 3, "it is tried once, also if it has no metrics"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_the_validation_before_training_changes_nothing(make_trainer):
         torch.manual_seed(1)
         trainer = make_trainer(Drawing, {"shuffle": True, "dropout": 0.5, "batch_norm": True})
         spy = Spy()
-        trainer._fit_loop.validation_names |= set() if is_tried else {"val_loss"}
+        trainer._fit_loop.validation_names = None if is_tried else {"val_loss"}
         history = trainer.fit(2, callbacks=[spy])
         operator = trainer.get_local_operator()
         kept = (operator.trained, operator.validated, operator.count, len(operator.infos))
