@@ -80,6 +80,7 @@ class BatchSource:
     global_batch_size: int | None = None  # samples per step, if raysgd partitions by samples
     epoch_samples = 0  # samples of an epoch of all workers, or 0 if unknown
     current_epoch: int | None = None  # the epoch in progress; None for validation data
+    _agreed_epoch: int | None = None  # the newest of `agree_on_order`
     num_collated: int | None = None  # samples that the loader joined in the newest batch, if known
     steps_read: int | None = None  # by the group since `batches`; None: as many as this worker
     turn: int | None = None  # of the group, of the newest batch; None: as many as this worker
@@ -221,7 +222,8 @@ class BatchSource:
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
-        set_loader_epoch(self.loader, epoch)  # the length may depend on it
+        is_new, self._agreed_epoch = epoch != self._agreed_epoch, epoch  # not within an iteration
+        set_loader_epoch(self.loader, epoch if is_new else None)  # the length may depend on it
 
     def check_same_samples(self, collectives: Collectives) -> None:
         """Raise RuntimeError if other workers have read other samples. Every rank must call it."""

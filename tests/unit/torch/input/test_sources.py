@@ -720,6 +720,9 @@ def test_an_epoch_has_the_length_that_its_sampler_has_then(make_trainer):
         trainer = make_trainer()
         trainer.apply_all_operators(lambda op, own=loader: op.register_data(train_loader=own))
         assert [trainer.train()["num_samples"] for _ in range(4)] == [2, 3, 4, 5]
+        trainer.train(num_steps=1)
+        loader.set_epoch = pytest.fail  # it may restart the iteration
+        assert trainer.train(num_steps=1)["num_samples"] < 6
 
 
 @pytest.mark.parametrize(
