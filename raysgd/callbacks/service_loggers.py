@@ -43,7 +43,7 @@ class ServiceLogger(LoggerCallback):
         raise NotImplementedError
 
     def _forget_run(self) -> None:
-        self.load_state_dict({})
+        ServiceLogger.load_state_dict(self, {})  # a subclass may need its own keys
 
     def _open_once(self, trainer: Trainer) -> Any:
         """Return the run. The first record opens it, because loading a state can set `run_id`."""
@@ -162,18 +162,14 @@ class MLflowLogger(ServiceLogger):
         tags: dict[str, str] | None = None,
     ) -> None:
         import_extra("MLflowLogger", "mlflow", "callbacks")
-        self._tracking_uri = absolute_uri(tracking_uri)
-        self._run_options: dict[str, Any] = {
-            "experiment": experiment,
-            "run_name": run_name,
-            "tags": dict(tags or {}),
-        }
+        self._uri = absolute_uri(tracking_uri)
+        self._names: dict[str, Any] = {"experiment": experiment, "run_name": run_name}
+        self._tags = dict(tags or {})
 
     def _open(self, trainer: Trainer) -> MLflowRun:
         is_new = self.run_id is None
         tags = {name: str(value)[:_MAX_VALUE_LENGTH] for name, value in trainer.provenance.items()}
-        options = self._run_options | {"tags": tags | self._run_options["tags"]}
-        run = MLflowRun(self._tracking_uri, run_id=self.run_id, **options)
+        run = MLflowRun(self._uri, run_id=self.run_id, tags=tags | self._tags, **self._names)
         self.run_id = run.id
         if is_new:
             run.log_config(trainer.config)
@@ -229,11 +225,8 @@ class MLflowRun:
         for name in names.keys() - self._logged if self._continues else ():
             history = self.client.get_metric_history(self.id, name)
             self._logged[name] = max((each.step for each in history), default=-1)
-        metrics = [
-            Metric(name, value, int(time_s * 1000), step)
-            for name, value in names.items()
-            if step > self._logged.get(name, -1)
-        ]
+        new = {name: value for name, value in names.items() if step > self._logged.get(name, -1)}
+        metrics = [Metric(name, value, int(time_s * 1000), step) for name, value in new.items()]
         self.client.log_batch(self.id, metrics=metrics)
 
     def end(self, failed: bool) -> None:
