@@ -17,6 +17,7 @@ from typing import Any
 
 from raysgd._internal.arguments import unknown_argument
 from raysgd._internal.config import BATCH_SIZE
+from raysgd._internal.nested import map_leaves
 from raysgd._internal.tracebacks import groups_as_text, is_user_file
 from raysgd._internal.values import json_dict
 from raysgd.callbacks import CheckpointCallback
@@ -113,7 +114,7 @@ def _parse(text: str) -> Any:
     # YAML 1.1 reads exponents such as 1e-3 as strings.
     UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+.0123456789"])
     try:
-        return yaml.load(text, UniqueKeys)
+        return map_leaves(yaml.load(text, UniqueKeys), lambda leaf: leaf)  # aliases share nothing
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 

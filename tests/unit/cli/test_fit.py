@@ -86,10 +86,10 @@ def test_the_example_trains(folder):
 
 def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("config: {BATCH_SIZE: 64, lr: 1e-3, run: '1e3', net: {depth: 2}}\nfit:\n")
-    found = read_settings(path, ["config.net.width=[3, 4]", "trainer.num_workers=2"])
+    path.write_text("config: {BATCH_SIZE: 64, lr: 1e-3, run: '1e3', net: &a {}, b: *a}\nfit:")
+    found = read_settings(path, ["config.net.w=[3]", "trainer.num_workers=2"])
     assert found == {
-        "config": {BATCH_SIZE: 64, "lr": 1e-3, "run": "1e3", "net": {"depth": 2, "width": [3, 4]}},
+        "config": {BATCH_SIZE: 64, "lr": 1e-3, "run": "1e3", "net": {"w": [3]}, "b": {}},
         "trainer": {"num_workers": 2},
         "fit": {},
         "checkpoint": {},
