@@ -55,14 +55,15 @@ class NativeAmp(Precision):
         if self.scaler is None or id(optimizer) in self._unscaled:
             return
         if any(p.grad is not None for p in self.parameters(optimizer)):  # otherwise, it would raise
-            self._is_checked = True  # set this first, because unscale_ may raise halfway
-            self.scaler.unscale_(optimizer)
+            self._is_checked = True  # set both first, because unscale_ may raise halfway
             self._unscaled.add(id(optimizer))
+            self.scaler.unscale_(optimizer)
             if "grad_scaler" in inspect.signature(optimizer.step).parameters:
                 vars(optimizer)["_step_supports_amp_scaling"] = False  # it would unscale them again
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.unscale(optimizer)  # also for fused optimizers, whose hooks would see scaled gradients
+        with contextlib.suppress(ValueError):  # some fused optimizers alone take float16 gradients
+            self.unscale(optimizer)  # also for these, whose hooks would see scaled gradients
         if self.scaler is None or id(optimizer) not in self._unscaled:
             optimizer.step()
             return
