@@ -143,7 +143,8 @@ class CheckpointCallback(Callback):
         self._save(trainer, {})
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if self.monitor is None and self._every == "epoch" and trainer.is_validation_due:
+        outer = trainer._dispatcher.callback_list.running_hooks[1:]  # no result follows in a hook
+        if self.monitor is None and self._every == "epoch" and (outer or trainer.is_validation_due):
             self._save(trainer, metrics)  # before the validation, which may take long
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:

@@ -103,8 +103,7 @@ def test_run_that_is_interrupted_repeatedly_misses_no_result(
             trainer.fit(9, validate_every)
         assert trainer.epoch == epoch
     for _ in range(2):
-        trainer = run()
-        history = trainer.fit(9, validate_every)
+        history = (trainer := run()).fit(9, validate_every)
         assert (history, trainer.epoch) == ([], 5)
         assert "score has not improved for 3 epochs" in history.stop_reason
 
@@ -113,10 +112,12 @@ def test_trainer_that_has_trained_does_not_resume(make_trainer, tmp_path):
     make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(3)
     trainer = make_trainer()
     trainer.train(num_steps=2)
-    callback = CheckpointCallback(tmp_path)
-    trainer.fit(1, callbacks=[callback])
+    trainer.fit(1, callbacks=[callback := CheckpointCallback(tmp_path)])
     assert callback.restored_from is None
     assert trainer.global_step == 5
+    kind = type("Training", (Callback,), {"on_train_start": lambda self, trainer: trainer.train()})
+    make_trainer(callbacks=[CheckpointCallback(tmp_path / "both"), kind()]).fit(2)
+    assert steps(tmp_path / "both") == [5, 10], "also the epoch that the callback has trained"
 
 
 @pytest.mark.parametrize("ends", [[6], [1, 2, 3, 4, 5, 6]], ids=["in one go", "restarted"])
@@ -255,9 +256,8 @@ class Calling(Callback):
         self._call = call
 
     def on_epoch_end(self, trainer, metrics):
-        with pytest.raises(
-            ValueError, match=r"Two trainers save into .*checkpoints, .* own folder"
-        ):
+        text = r"Two trainers save into .*checkpoints, .* own folder"
+        with pytest.raises(ValueError, match=text):
             self._call()
 
 
