@@ -324,11 +324,11 @@ def wrap_loader(
             f"{records!r} has records, not samples. Pass DataLoader(Stream(records), "
             "batch_size=...), with raysgd.data.Stream."
         )
-    members = loader.values() if isinstance(loader, Mapping) else loader
-    is_collection = isinstance(loader, Mapping | list | tuple)
-    if is_collection and any(isinstance(each, DataLoader) for each in members):
+    members = getattr(loader, "flattened", loader)  # of a CombinedLoader of Lightning
+    members = list(members.values()) if isinstance(members, Mapping) else members
+    if isinstance(members, list | tuple) and any(isinstance(m, DataLoader) for m in members):
         raise TypeError(
-            f"A {type(loader).__name__} of {len(loader)} loaders cannot be trained on. Pass "
+            f"A {type(loader).__name__} of {len(members)} loaders cannot be trained on. Pass "
             "one loader, and join data sets with torch.utils.data.ConcatDataset. To validate on "
             "several data sets, call trainer.test(loader) for each."
         )

@@ -63,7 +63,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
     _datamodule: Any = None
 
     def setup(self, config: dict[str, Any]) -> None:
-        unused = set(config)
+        unused = set(config) - {"max_epochs"}
         module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
         self._stand_in = TrainerStandIn(self)
@@ -82,7 +82,6 @@ class LightningMethods(_Base):  # type: ignore[misc]
             self._stand_in.optimizers.append(self.optimizer)
             self._stand_in.lr_scheduler_configs = [SimpleNamespace(scheduler=s) for s in schedulers]
             module.on_fit_start()
-        unused.discard("max_epochs")
         if unused and self.world_rank == 0:
             logger.warning(
                 "The constructors of %s and of its data module ignore these keys of the config: "
@@ -184,17 +183,16 @@ class LightningMethods(_Base):  # type: ignore[misc]
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        module = self.module
-        begins = self._epoch is None or self._train_state.position.offset == 0
+        module, state = self.module, self._train_state
+        begins = self._epoch is None or state.position.offset == 0
         with self._attach_trainer(training=True) as stand_in:
-            if begins and not self._train_state.keeps_modes and _overrides(module, "train"):
+            if begins and not state.keeps_modes and _overrides(module, "train"):
                 self.train_mode(True)  # before the hooks, which may change modes
-            self._train_state.keeps_modes = True
+            state.keeps_modes = True
             if self._epoch is None:
                 names = (name for name, each in module.named_modules() if not each.training)
                 if name := next(filter(None, names), None):
-                    warn_once = self._train_state.settings.warn_once
-                    warn_once("modes", _EVALUATING, name, type(module).__name__)
+                    state.settings.warn_once("modes", _EVALUATING, name, type(module).__name__)
                 self._epoch = {}
                 module.on_train_start()
             if begins:
@@ -265,9 +263,8 @@ class LightningMethods(_Base):  # type: ignore[misc]
 
     def _num_samples(self, batch: Any) -> int:
         """Return the batch size that the step has logged, or else the one that Lightning finds."""
-        if (logged_size := self._stand_in.batch_size) is not None:
-            return logged_size
-        return int(_import_beside(self.module, "utilities.data").extract_batch_size(batch))
+        data, size = _import_beside(self.module, "utilities.data"), self._stand_in.batch_size
+        return int(data.extract_batch_size(batch) if size is None else size)
 
     # ---- validation
 

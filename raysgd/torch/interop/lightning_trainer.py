@@ -17,7 +17,7 @@ from raysgd.torch.interop.logged_metrics import REDUCTIONS, MergedStates, Reduce
 class TrainerStandIn:
     """Replaces ``self.trainer`` of a module."""
 
-    sanity_checking = False
+    sanity_checking = False  # fit() restores everything after its sanity check
     progress_bar_callback = None
     logger = None
     loggers: tuple[Any, ...] = ()
@@ -53,16 +53,19 @@ class TrainerStandIn:
         stacked = torch.stack(all_gather(torch.as_tensor(tensor).contiguous(), group))
         return stacked if sync_grads else stacked.detach()
 
+    model: torch.nn.Module = forward_to("_operator.module")
     num_training_batches: int = forward_to("_operator.steps_per_epoch")
-    global_step: int = forward_to("_operator.global_step")
+    estimated_stepping_batches = property(lambda self: self.max_epochs * self.num_training_batches)
+    should_stop = property(lambda self: False)  # an assignment raises an error
     global_rank: int = forward_to("_operator.world_rank")
     local_rank: int = forward_to("_operator.local_rank")
     world_size: int = forward_to("_operator.world_size")
+    num_devices: int = forward_to("_operator.world_size")
     is_global_zero = property(lambda self: self.global_rank == 0)
 
     @property
-    def estimated_stepping_batches(self) -> int:
-        return int(self.max_epochs * self.num_training_batches)
+    def global_step(self) -> Any:  # counts a step of the optimizer immediately
+        return self._operator.global_step + self._operator._train_state.update.should_commit(True)
 
     @property
     def current_epoch(self) -> int:
