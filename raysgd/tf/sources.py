@@ -277,11 +277,8 @@ class DatasetSource(PartitionedSource):
         by_samples = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
         self._newest_plan = by_samples.plan((sum(sizes),))
         own, number = self._own_batch(drawn), len(self._newest_plan.micro_batches)
-        if number == 1:
-            yield own
-            return
         for index in range(number):
-            yield _slice_rows(own, *part_bounds(_num_rows(own), number, index))
+            yield own if number == 1 else _slice_rows(own, number, index)
 
     def _own_batch(self, drawn: list[Any]) -> Any:
         partition = self._partition
@@ -295,10 +292,9 @@ class DatasetSource(PartitionedSource):
                 "The workers cannot share the batches of a step, because their shapes differ: "
                 f"{[describe(batch) for batch in drawn]}. Pad all batches to the same shape."
             ) from error
-        total = _num_rows(batch)
-        if not self._training and rank >= total:
+        if not self._training and rank >= _num_rows(batch):
             return None
-        return _slice_rows(batch, *part_bounds(total, size, rank, shares))
+        return _slice_rows(batch, size, rank, shares)
 
     def step_digest(self) -> int | None:
         # In training, each update compares `update_digest`.
@@ -386,8 +382,10 @@ def _concatenate(*columns: Any) -> Any:
     return tf.sparse.concat(0, list(columns)) if is_sparse else tf.concat(columns, 0)
 
 
-def _slice_rows(batch: Any, first: int, stop: int) -> Any:
+def _slice_rows(batch: Any, *part: Any) -> Any:
     def slice_leaf(leaf: Any) -> Any:
+        # Labeled and unlabeled samples of a batch may differ in number.
+        first, stop = part_bounds(int(leaf.shape[0]) or 1, *part)
         if not isinstance(leaf, tf.SparseTensor):
             return leaf[first:stop]
         shape = leaf.dense_shape.numpy()

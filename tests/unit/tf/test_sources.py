@@ -82,6 +82,16 @@ def test_steps_of_uneven_sparse_batches_are_divided(training, kind, splits):
     assert {tuple(row) for row in found} == set(map(tuple, dense.tolist()))
 
 
+def test_each_part_of_a_step_has_labeled_and_unlabeled_samples():
+    data = tf.data.Dataset.zip(
+        tf.data.Dataset.range(24).batch(8), tf.data.Dataset.range(6).batch(2)
+    )
+    for rank in range(2):
+        source = DatasetSource(data, rank=rank, world_size=2, training=True)
+        sizes = [len(part) for batch in source.batches(0, 0) for part in batch]
+        assert sizes == [8, 2, 4, 1]
+
+
 def test_results_for_parts_of_uneven_batches_keep_their_order():
     rows = tf.RaggedTensor.from_row_lengths(range(9), [1, 4, 4])
     found = []
@@ -191,11 +201,6 @@ def source(arrays, **arguments):
     return ArraySource(arrays, **{**given, "seed": 5, **arguments})
 
 
-def test_arrays_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"must have the same length, but they have \[3, 4\]"):
-        source((np.ones(3), {"x": np.ones(4)}))
-
-
 def test_a_worker_s_share_follows_the_number_of_workers():
     for share, sizes in ((2, [4, 4]), (None, [2, 2, 2, 2])):
         resized = source(np.arange(16), batch_size=2, config_batch_size=share)
@@ -231,9 +236,11 @@ def test_different_data_have_different_fingerprints():
 
 
 @pytest.mark.parametrize("arrays", [np.float32(3), (np.ones((4, 2)), np.array(1))])
-def test_an_array_without_samples_is_refused(arrays):
+def test_arrays_without_samples_or_of_other_lengths_are_refused(arrays):
     with pytest.raises(ValueError, match=r"no dimension\. Register arrays"):
         source(arrays)
+    with pytest.raises(ValueError, match=r"must have the same length, but they have \[3, 4\]"):
+        source((np.ones(3), {"x": np.ones(4)}))
     features = tf.data.Dataset.from_tensors(tf.ones([2, 1]))
     with pytest.raises(ValueError, match=r"must have batches.*Register dataset\.batch"):
         DatasetSource(features.map(lambda x: (x, 1)), training=True, world_size=1, rank=0)
