@@ -99,7 +99,6 @@ class TrainingOperator(OperatorBase):
         self._check_criterion()
         unpacked = self._train_state.losses.unpack(batch, training=True)
         loss, output, masks = self.minimize(self._forward, *unpacked, True)
-        self._train_state.warn_of_batch(loss, masks)
         return self._train_state.losses.measure("train", loss, unpacked, _set_masks(output, masks))
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -293,6 +292,8 @@ class TrainingOperator(OperatorBase):
         output = self._only_registered("model")(features, training=training)
         loss = self._train_state.losses.total(features, target, output, weights, training)
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
+        if training:  # when TensorFlow traces it
+            self._train_state.warn_of_batch(loss, masks)
         return loss, output, masks
 
     def _predict(self, features: Any) -> Any:

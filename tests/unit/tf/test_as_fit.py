@@ -253,9 +253,8 @@ def test_eager_models_run_without_graphs(build):
         batch = next(iter(in_batches((FEATURES, BITS))))
         assert float(operator.train_batch(batch, {})["train_loss"]) > 0
         expected = operator.model.test_on_batch(*batch)
-        assert float(operator.validate_batch(batch, {})["val_loss"]) == pytest.approx(
-            expected, rel=1e-5
-        )
+        found = float(operator.validate_batch(batch, {})["val_loss"])
+        assert found == pytest.approx(expected, rel=1e-5)
     finally:
         tf.config.run_functions_eagerly(False)
 
@@ -265,11 +264,9 @@ def test_masked_steps_are_left_out(build):
     steps[:, 0] = 1
 
     def make():
-        layers = [
-            keras.layers.Embedding(5, 2, mask_zero=True, embeddings_initializer="ones"),
-            keras.layers.Dense(1, kernel_initializer="ones"),
-        ]
-        model = keras.Sequential([keras.Input((6,)), *layers])
+        rows = keras.layers.Embedding(5, 2, mask_zero=True, embeddings_initializer="ones")
+        dense = keras.layers.Dense(1, kernel_initializer="ones")
+        model = keras.Sequential([keras.Input((6,)), rows, dense])
         return compiled(model, keras.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
 
     target = RNG.normal(size=(24, 6, 1)).astype("float32")
@@ -280,15 +277,15 @@ def test_masked_steps_are_left_out(build):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", ["sum", None, "masks", "mean"])
+@pytest.mark.parametrize("kind", ["sum", None, "masks", "layer", "mean"])
 def test_several_workers_warn_of_losses_that_are_no_means(build, workers, kind, caplog):
     reduction = kind if kind in ("sum", None) else "sum_over_batch_size"
 
     def make():
-        layers = [
-            keras.layers.Embedding(5, 2, mask_zero=kind == "masks"),
-            keras.layers.Dense(1),
-        ]
+        layers = [keras.layers.Embedding(5, 2, mask_zero=kind == "masks"), keras.layers.Dense(1)]
+        if kind == "layer":
+            call = {"call": lambda self, inputs: self.add_loss(inputs[:, 0, 0]) or inputs}
+            layers.append(type("AddsLosses", (keras.layers.Layer,), call)())
         model = keras.Sequential([keras.Input((6,)), *layers])
         loss = keras.losses.MeanSquaredError(reduction=reduction)
         return compiled(model, keras.optimizers.SGD(0.1), [loss])
@@ -296,9 +293,7 @@ def test_several_workers_warn_of_losses_that_are_no_means(build, workers, kind, 
     operator = build(Compiled, {"make": make}, workers=workers)
     for _ in range(2):
         operator.train_batch((np.ones((3, 6)), np.ones((3, 6, 1), "float32")), {})
-    warnings = [
-        message for message in caplog.messages if "2 workers weight their losses" in message
-    ]
+    warnings = [each for each in caplog.messages if "2 workers weight their losses" in each]
     assert len(warnings) == (workers == 2 and kind != "mean")
     said = {"sum": "(reduction='sum') is not a mean", "masks": "masks its output"}
     assert all(said.get(kind, "a value for each sample") in warning for warning in warnings)
