@@ -173,10 +173,9 @@ class TrainingOperator(OperatorBase):
 
         train_state = self._train_state
         registered = register(train_state, models, optimizers, criterion, metrics, class_weight)
-        if _is_default(self, "train_epoch", "train_batch"):
-            self._check_overridden_steps("train_batch")
-        if _is_default(self, "validate", "validate_batch"):
-            self._check_overridden_steps("validate_batch")
+        for loop, step in (("train_epoch", "train_batch"), ("validate", "validate_batch")):
+            if _is_default(self, loop, step):
+                self._check_overridden_steps(step)
         return registered
 
     @suggest_arguments

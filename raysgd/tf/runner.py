@@ -92,6 +92,8 @@ def build_operator(operator_cls: type[Any], config: Mapping[str, Any], settings:
     tf.random.set_seed(settings.options.seed % 2**31)
     train_state = KerasTrainState(settings)
     operator = create_operator(operator_cls, config, train_state)
+    if (seed := keras.src.utils.rng_utils.get_random_seed()) is not None:  # not public
+        train_state.reseed(seed)  # also the order of arrays, as in fit()
     train_state.attributes = vars(operator)
     build_registered(train_state)
     return operator
