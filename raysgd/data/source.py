@@ -295,7 +295,8 @@ class PartitionedSource(BatchSource):
     ) -> None:
         # The loader uses config[BATCH_SIZE], a part of the global batch.
         follows_config = size is not None and size == config_batch_size
-        layout = BY_WORKERS if size is None else layout  # a ready batch cannot grow
+        self._has_samples = size is not None  # and not ready batches, which cannot grow
+        layout = layout if self._has_samples else BY_WORKERS
         if follows_config and layout.keeps_step_size and requested_batch_size is not None:
             size = requested_batch_size // layout.num_planned_parts(world_size)
         super().__init__(loader)
@@ -323,7 +324,7 @@ class PartitionedSource(BatchSource):
     batch_size: int = forward_to(
         "_partition.batch_size", "Samples of this worker per step in a group of full size."
     )
-    global_batch_size: int | None = forward_to("_partition.step_size")
+    global_batch_size: Any = property(lambda s: s._partition.step_size if s._has_samples else None)
     epoch_samples: Any = property(lambda self: self.partition.end_index(0))
 
     def __len__(self) -> int:

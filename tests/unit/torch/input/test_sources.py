@@ -621,6 +621,7 @@ def test_each_batch_of_a_custom_batch_sampler_goes_to_one_worker(training, num_w
     data = tensors(20)
     batches = Shuffled(SequentialSampler(data), 3, False)
     loader = DataLoader(data, batch_sampler=batches, num_workers=num_workers)
+    assert wrap(loader).global_batch_size is None  # a step has a number of batches, not of samples
     orders = []
     for epoch in range(2):
         first, second = parts_of(loader, epoch, training=training)
