@@ -206,14 +206,13 @@ def _compare_workers(
     if differences.keys() == {"CPU"}:
         return False
     names = [f"{name} ({format_values(values)})" for name, values in differences.items()]
-    step = train_state.position.global_step
     message = (
-        f"After step {step}, the workers differ in: {'; '.join(names[:5])}. "
-        "Common causes: code that changes them on one worker only; data of other lengths, or in "
-        "other orders, such as deterministic=False, shuffles without a seed, and names from a set; "
-        "data that each worker selects itself, without TFTrainer(add_dist_sampler=False). "
-        "Correct the cause, and load a checkpoint or the state of worker 0: "
-        "trainer.load_state_dict(trainer.state_dict())."
+        f"After step {train_state.position.global_step}, the workers differ in: "
+        f"{'; '.join(names[:5])}. Common causes: code that changes them on one worker only; data "
+        "of other lengths, or in other orders, such as deterministic=False, shuffles without a "
+        "seed, names from a set, and random changes in a parallel map; data that each worker "
+        "selects itself, without TFTrainer(add_dist_sampler=False). Correct the cause, and load a "
+        "checkpoint or the state of worker 0: trainer.load_state_dict(trainer.state_dict())."
     )
     if "CPU" in differences:
         train_state.settings.warn_once("cpus", "%s Or rounding: their CPUs differ.", message)
