@@ -133,7 +133,7 @@ class PreparedLoader(DataLoader[Any]):
                     # The items of the plan are batches of the user, of any size.
                     first, end = next(source.partition.spans(start, 1))
                     num = len(source.sample_ids(epoch, first, end - first))
-                    total = len(source.sample_ids(epoch, start, offset - start))
+                    total = len(source.sample_ids(epoch, start, plan.total_samples))
                 self._set_weight(num * self._world_size / (total or 1))
                 self._pass_position = epoch, offset, num_before
                 yield batch

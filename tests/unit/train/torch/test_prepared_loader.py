@@ -235,11 +235,11 @@ def test_the_last_batch_of_a_worker_may_be_larger_with_shares():
 
 
 def test_batches_of_a_batch_sampler_weigh_by_size():
-    weights = []
-    for rank in range(2):
-        given = DataLoader(DATA, batch_sampler=[[0], [1, 2, 3], [4, 5]])
+    weights, dropping = [], BatchSampler(range(5), 2, drop_last=True)
+    for rank, batches in itertools.product(range(2), ([[0], [1, 2, 3], [4, 5]], dropping)):
+        given = DataLoader(DATA, batch_sampler=batches)
         rows(prepared(given, rank, partitions="always", set_weight=weights.append))
-    assert weights == [0.5, 2.0, 1.0, 1.5, 0.0, 1.0]
+    assert weights == [0.5, 2.0, 1.0, 1.0, 1.0, 1.5, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_loader_that_is_not_partitioned_begins_once_in_an_epoch():
