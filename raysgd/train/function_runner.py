@@ -14,7 +14,7 @@ from raysgd.elastic.call import LoadRequest
 from raysgd.loop.requests import ApplyRequest
 from raysgd.train import session
 from raysgd.train.arguments import env_flag
-from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
+from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, WORKER_CONTEXT_ENV
 from raysgd.train.integrations import IntegrationFinder
 from raysgd.train.result_queue import ResultQueue
 from raysgd.train.worker_session import RunSpec, Session, process_state
@@ -53,6 +53,7 @@ class FunctionRunner(Runner):
 
     def setup(self, context: WorkerContext) -> None:
         process_state.context = context
+        os.environ[WORKER_CONTEXT_ENV] = repr(vars(context))
         if process.is_worker:
             sys.modules["ray.air.session"] = session
             if IntegrationFinder not in sys.meta_path:

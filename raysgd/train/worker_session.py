@@ -5,8 +5,10 @@ A worker process has one session at a time, shared by all of its threads.
 
 from __future__ import annotations
 
+import ast
 import io
 import logging
+import multiprocessing
 import os
 import pickle
 import sys
@@ -238,7 +240,9 @@ process_state = _ProcessState()
 
 def worker_context() -> WorkerContext:
     """Return this worker's context; outside of a worker, that of a single worker."""
-    return process_state.context or WorkerContext()
+    # Processes that a loader spawns inherit only the environment.
+    text = os.environ.get(constants.WORKER_CONTEXT_ENV) if multiprocessing.parent_process() else ""
+    return process_state.context or WorkerContext(**ast.literal_eval(text or "{}"))
 
 
 def receive_datasets(datasets: Any) -> None:

@@ -1,6 +1,7 @@
 """The runner of a training function in a worker: results, stops, and restarts."""
 
 import importlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -27,8 +28,9 @@ class Worker:
         self.runner = FunctionRunner(False)
         self.runner.setup(WorkerContext(world_rank=rank, world_size=2))
 
-    def begin(self, function, run="one"):
-        self.runner.handle(LoadRequest(state=vars(RunSpec(run, cloudpickle.dumps(function)))))
+    def begin(self, function, run="one", checkpoint=None):
+        spec = RunSpec(run, cloudpickle.dumps(function), checkpoint)
+        self.runner.handle(LoadRequest(state=vars(spec)))
 
     def next(self):
         return self.runner.handle(NextResultRequest())
@@ -141,8 +143,7 @@ def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
 
 def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
     worker = make_worker()
-    function, checkpoint = cloudpickle.dumps(train.load_checkpoint), cloudpickle.dumps({"step": 3})
-    worker.runner.handle(LoadRequest(state=vars(RunSpec("one", function, checkpoint))))
+    worker.begin(train.load_checkpoint, checkpoint=cloudpickle.dumps({"step": 3}))
     assert worker.next().return_value == {"step": 3}
 
 
@@ -163,7 +164,7 @@ def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
     assert worker_session.process_state.session is None
 
 
-def test_a_new_generation_drops_the_function(make_worker):
+def test_a_new_generation_drops_the_function_and_the_rank(make_worker):
     worker = make_worker()
     worker.begin(lambda: 1)
     worker.runner.rejoin(WorkerContext(world_rank=1, world_size=3), leader_rank=0)
@@ -171,6 +172,8 @@ def test_a_new_generation_drops_the_function(make_worker):
         worker.next()
     worker.begin(train.world_rank, "two")
     assert worker.next().return_value == 1
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # as a loader may start them
+        assert pool.apply(train.world_rank) == 1
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,9 @@ def test_a_context_has_the_name_and_the_metadata_of_the_run(run):
 
 
 def test_a_context_has_the_place_on_the_node():
-    worker = WorkerContext(
-        world_rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1
-    )
-    context = TrainContext(worker)
-    assert (context.get_node_rank(), context.get_local_rank()) == (1, 1)
-    assert context.get_share() == 0.25
+    own = WorkerContext(world_rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1)
+    context = TrainContext(own)
+    assert (context.get_local_rank(), context.get_local_world_size()) == (1, 2)
+    assert (context.get_node_rank(), context.get_share()) == (1, 0.25)
     unequal = WorkerContext(world_rank=1, world_size=2, shares=(0.75, 0.5))
     assert TrainContext(unequal).get_share() == 0.4
-    assert context.get_local_world_size() == 2
