@@ -29,7 +29,7 @@ class ImageClassifier(SupervisedOperator):
     ==============================  ==========  ================================================
 
     It also has the keys of :class:`SupervisedOperator`. Batches are ``(images, classes)``: images
-    in the shape that the model takes, classes as ints (batch). For training, the classes can be
+    in the shape that the model takes, classes as ints (batch). The classes can also be
     probabilities (batch, classes), such as those of ``torchvision.transforms.v2.MixUp``. The model
     returns scores (batch, classes), or an object with ``logits``, like models of transformers and
     some of torchvision.
@@ -59,6 +59,7 @@ class ImageClassifier(SupervisedOperator):
         return functional.cross_entropy(output, target, reduction="none")
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        target = target.argmax(dim=1) if target.shape == output.shape else target  # probabilities
         metrics = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
         if (k := self.options["top_k"]) is not None:
             hit = (output.topk(k, dim=1).indices == target.unsqueeze(1)).any(dim=1)

@@ -49,10 +49,11 @@ def test_losses_and_accuracies_are_as_defined():
     target = torch.tensor([0, 1, 2], dtype=torch.int32)
     logs = scores.log_softmax(dim=1)
     plain = -logs[torch.arange(3), target.long()]
-    found = operator.validate(iter([(scores, target)]))
-    assert found["val_loss"] == pytest.approx(plain.mean().item(), rel=1e-6)
-    assert found["val_accuracy"] == pytest.approx(1 / 3)
-    assert found["val_top2_accuracy"] == pytest.approx(2 / 3)
+    for classes in (target, torch.eye(3)):
+        found = operator.validate(iter([(scores, classes)]))
+        assert found["val_loss"] == pytest.approx(plain.mean().item(), rel=1e-6)
+        assert found["val_accuracy"] == pytest.approx(1 / 3)
+        assert found["val_top2_accuracy"] == pytest.approx(2 / 3)
     smoothed = 0.7 * plain - 0.3 * logs.mean(dim=1)
     loss = operator.train_batch((scores, target), {})["train_loss"].compute()
     assert loss == pytest.approx(smoothed.mean().item(), rel=1e-6)
