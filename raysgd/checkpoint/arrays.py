@@ -61,8 +61,8 @@ def _encode(tree: Any, arrays: list[Any]) -> Any:
         if tree.dtype.hasobject or tree.dtype.names:
             raise TypeError(f"the state has an array with the unsupported dtype {tree.dtype}")
         arrays.append(tree)
-        # bfloat16 has the kind V, and only its name identifies it
-        dtype = tree.dtype.name if tree.dtype.kind == "V" else tree.dtype.str
+        # only its name identifies a type of another package, such as bfloat16
+        dtype = tree.dtype.name if tree.dtype.isbuiltin == 2 else tree.dtype.str
         return {"array": [dtype, tree.shape]}
     if isinstance(tree, Mapping):
         return {"dict": [[_encode(k, arrays), _encode(v, arrays)] for k, v in tree.items()]}

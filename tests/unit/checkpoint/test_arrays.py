@@ -34,15 +34,14 @@ def same(left, right):
 def test_a_state_comes_back(tmp_path):
     path = write_file(STATE, tmp_path / "state")
     found = read_file(path)
-    expected = {**STATE, "operator": {**STATE["operator"], "x": float(np.float32(0.1))}}
-    assert same(found, expected)
+    assert same(found, {**STATE, "operator": {**STATE["operator"], "x": float(np.float32(0.1))}})
     assert read_manifest(path).global_step == 7
     found["models"][0]["0/kernel"][0, 0] = 1.0  # not read-only
 
 
-def test_bfloat16_comes_back(tmp_path):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    array = np.array([1.5, 2.5], ml_dtypes.bfloat16)
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2"])
+def test_a_type_of_another_package_comes_back(tmp_path, name):
+    array = np.array([1.5, 2.5], getattr(pytest.importorskip("ml_dtypes"), name))
     path = write_file({**STATE, "models": [{"w": array}]}, tmp_path / "state")
     assert same(read_file(path)["models"], [{"w": array}])
 
