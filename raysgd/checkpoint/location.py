@@ -64,10 +64,8 @@ class Location:
                 with self._file_system("save to") as (fs, path):
                     _upload(str(local), fs, path)
             return self.name
-        except CheckpointError:
-            raise
         except Exception as error:
-            if error in reraised:
+            if isinstance(error, CheckpointError) or error in reraised:
                 raise
             cause: Any = error
             # Closing the writer of `torch.save` raises another error after a failed write.

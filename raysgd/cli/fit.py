@@ -135,8 +135,7 @@ def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:
         callbacks=[CheckpointCallback(**settings["checkpoint"])],
         **{"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]},
     ) as trainer:
-        history = trainer.fit(**settings["fit"])
-        if history:
+        if history := trainer.fit(**settings["fit"]):
             print(json.dumps(json_dict(history[-1])))
 
 

@@ -120,11 +120,10 @@ def as_run_config(run_config: Any) -> RunConfig:
     return config
 
 
-def _convert(kind: type[_Config], name: str, config: Any, attribute: str) -> _Config:
+def _convert(cls: type[_Config], name: str, config: Any, attribute: str) -> _Config:
     """Return a raysgd config with the attributes of another config. None gives the defaults."""
     if config is None:
-        return kind()
+        return cls()
     if not hasattr(config, attribute):  # Ray's configs share no base class with raysgd's
-        raise TypeError(f"{name}={config!r}: must be a {kind.__name__}.")
-    names = [field.name for field in fields(kind)]
-    return kind(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        raise TypeError(f"{name}={config!r}: must be a {cls.__name__}.")
+    return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)})

@@ -124,11 +124,10 @@ class RunCheckpoints(CheckpointFolder):
             self._remove_surplus(name)
         self.number += 1
         self.newest_blob, self.has_saved, self.iteration = blob, True, result.iteration
-        score = self._monitor
-        if self._keep != 0 and score is not None and score not in result.numbers:
+        if self._keep != 0 and self._monitor not in (None, *result.numbers):
             raise ValueError(
-                f"checkpoint_score_attribute={score!r}: {name} has no number of that name. Report "
-                f"it with the checkpoint. The numbers are: {', '.join(result.numbers)}."
+                f"checkpoint_score_attribute={self._monitor!r}: {name} has no number of that name. "
+                f"Report it with the checkpoint. The numbers are: {', '.join(result.numbers)}."
             )
 
     def finish(self) -> None:

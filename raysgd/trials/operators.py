@@ -90,10 +90,7 @@ class BaseTrainable(Trainable):
         """
         if (override := type(self).override_tune_step) is not None:
             return override(self.trainer, {"iteration": self.training_iteration})
-        metrics: dict[str, Any] = self.trainer.train()
-        if self._has_validation:
-            metrics = {**metrics, **self.trainer.validate()}
-        return metrics
+        return {**self.trainer.train(), **(self.trainer.validate() if self._has_validation else {})}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         self.trainer.save(Path(checkpoint_dir) / _STATE)
