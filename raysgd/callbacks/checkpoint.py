@@ -111,7 +111,7 @@ class CheckpointCallback(Callback):
         folder = self.folder_in(trainer.logdir)
         self._store = self._new_store(folder.name, job=self._job or trainer.operator_name)
         self._saved_at = trainer.global_step
-        if self._resume and not (trainer.epoch or trainer.global_step):
+        if self._resume and not (trainer.epoch or trainer._dispatcher.newest_train_request):
             self._restore(trainer, self._store)
         if self.restored_from is None:
             folder.make_folder()  # an error before training, not at the first save

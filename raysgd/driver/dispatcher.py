@@ -60,7 +60,7 @@ class Dispatcher:
     _metrics_in_hook: dict[str, Any] = field(default_factory=dict)
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Workers recognize a repeated call by its number."""
-    _newest_train_request: TrainRequest | None = None
+    newest_train_request: TrainRequest | None = None
     _train_starts: dict[int, ReportedPosition] = field(default_factory=dict)
     """Where calls of train began, by their numbers. Another thread may begin one."""
     unfinished_validation: tuple[int, int] | None = None
@@ -118,7 +118,7 @@ class Dispatcher:
 
     def _make_replay(self, position: ReportedPosition) -> Call | None:
         """Return the call that repeats training up to `position`."""
-        if (newest := self._newest_train_request) is None:
+        if (newest := self.newest_train_request) is None:
             return None
         request = replace(
             newest,
@@ -183,8 +183,8 @@ class Dispatcher:
             goals = (start.global_step + num_steps, request.until_step or sys.maxsize)
             request = replace(request, until_step=min(goals))
         request = replace(request, start_step=start.global_step, callback_pause_step=pause)
-        self._newest_train_request = replace(request, starts_with_epoch=not start.in_epoch)
-        return self._newest_train_request
+        self.newest_train_request = replace(request, starts_with_epoch=not start.in_epoch)
+        return self.newest_train_request
 
     def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:
         """Pass the metrics of a point to callbacks."""
