@@ -73,7 +73,8 @@ class FileCallback(TrainingCallback):
     ) -> None:
         self.logdir = as_path("logdir", self._chosen_folder or Path(logdir, self._subfolder))
         self.logdir.mkdir(parents=True, exist_ok=True)
-        self._is_restored = bool(read_reports(Path(logdir, REPORTS)))
+        # A folder of its own belongs to one run or trial.
+        self._is_restored = not self._chosen_folder or bool(read_reports(Path(logdir, REPORTS)))
         self._begin(config or {})
 
     def _begin(self, config: dict[str, Any]) -> None:

@@ -44,8 +44,7 @@ class JsonLoggerCallback(FileCallback):
         if self._is_restored and self.log_path.exists():
             for line in self.log_path.read_text(encoding="utf-8").splitlines()[1:]:
                 with contextlib.suppress(ValueError):  # the driver was killed while it wrote a line
-                    row = line[:-1]  # without the comma or bracket
-                    json.loads(row)
+                    json.loads(row := line[:-1])  # without the comma or bracket
                     rows.append(f"\n{row}")
         with replacing(self.log_path) as file:
             file.write(f"[{','.join(rows)}]".encode())
@@ -89,7 +88,7 @@ class MLflowLoggerCallback(_ServiceCallback):
 
     Args:
         tracking_uri: a server, a database, or a folder. The default is the URI in the settings of
-            MLflow. Without one, it is ``mlruns`` in the folder of the run.
+            MLflow, needed in Tune. Without one, it is ``mlruns`` in the folder of the run.
         registry_uri: URI of the model registry.
         experiment_id: ID of an existing experiment.
         experiment_name: name of the experiment if there is no ID. MLflow creates a missing one.

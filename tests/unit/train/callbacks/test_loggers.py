@@ -129,11 +129,12 @@ def test_a_restored_run_continues_its_mlflow_run(tmp_path, monkeypatch, uri, res
     from mlflow import MlflowClient  # takes two seconds
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    folder = tmp_path / (uri or "run/mlruns")
+    folder, chosen = tmp_path / (uri or "run/mlruns"), None if restored else tmp_path / "run"
     ids = []
     for loss in (2.0, 1.0):
         callbacks = [
-            MLflowLoggerCallback(uri and folder, experiment_name=name) for name in ("a", "b/c")
+            MLflowLoggerCallback(uri and folder, experiment_name=name, logdir=chosen)
+            for name in ("a", "b/c")
         ]
         for callback in callbacks:  # the driver is killed before it finishes the first ones
             callback.start_training(logdir=tmp_path / "run", config={"lr": loss})
@@ -141,7 +142,6 @@ def test_a_restored_run_continues_its_mlflow_run(tmp_path, monkeypatch, uri, res
             for _ in range(2):  # a restart repeats the report
                 callback.process_results([result])
         ids.append([callback.run_id for callback in callbacks])
-        (tmp_path / "run" / REPORTS).write_text('{"n": 0}\n' * restored)
     callbacks[0].finish_training()
     first, second = ids
     assert len(set(first)) == 2
