@@ -315,7 +315,7 @@ def rescale_options(then: Options, now: Options, operator: Any) -> None:
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {}
     for name, value in group.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
+        if math.prod(getattr(value, "shape", [0])) == 1:  # a tensor, or a number of NumPy
             value = value.item()
         values = list(value) if isinstance(value, list | tuple) else [value]
         if name != "params" and all(isinstance(v, int | float) for v in values):

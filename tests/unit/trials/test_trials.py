@@ -207,9 +207,9 @@ def test_a_copied_trial_uses_the_options_that_its_config_changes(make_trial, tmp
     optimizer = copied.trainer.get_local_operator().optimizer
     assert all("momentum_buffer" in state for state in optimizer.state.values())
     assert optimizer.param_groups[0]["momentum"] == 0.9
-    third = make_trial({"lr": 0.4})
+    third = make_trial({"lr": np.float32(0.5)})
     third.restore(copied.save(str(tmp_path / "again")))
-    assert lr_of(third) == 0.4
+    assert lr_of(third) == 0.5
 
 
 def test_a_rate_that_the_config_does_not_change_is_restored(make_trial, tmp_path):
