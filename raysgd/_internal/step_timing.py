@@ -158,8 +158,7 @@ def begin_phase(phase: int, any_thread: bool = False) -> int | None:
 
     Ignore other threads than the one that trains. A backward pass of a GPU may use `any_thread`.
     """
-    timing = _active
-    if timing is None or timing.phase == phase:
+    if (timing := _active) is None or timing.phase == phase:
         return None
     if not any_thread and timing.thread != threading.get_ident():
         return None

@@ -67,8 +67,7 @@ def _resource_use(operator: Any) -> dict[str, float]:
     """Return the resource use of this process. Runs on the worker."""
     process = _process()
     used = {"memory_mib": process.memory_info().rss / 2**20, "cpu_percent": process.cpu_percent()}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
         used["gpu_memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
         torch.cuda.reset_peak_memory_stats()
     return used

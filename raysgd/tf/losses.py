@@ -84,6 +84,10 @@ class BatchLosses:
     def total(self, features: Any, target: Any, output: Any, weights: Any, training: bool) -> Any:
         """Return the loss of a batch, including losses of layers. It may be one of each sample."""
         model = self._model
+        if target is None and not (model.losses or overrides(model, "compute_loss")):
+            raise ValueError(
+                "A batch has no target. Register batches (x, y), or the tuple (x, y) of all arrays."
+            )
         if self.uses_model_loss:
             arguments = (features, target, output, weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters

@@ -100,8 +100,7 @@ class KerasTrainState(TrainState):
 
     def warn_of_loss(self, what: str) -> None:
         """Warn once if training on several workers differs from training on one."""
-        size = self.collectives.size
-        if size > 1:
+        if (size := self.collectives.size) > 1:
             self.settings.warn_once(
                 "loss",
                 "%s %d workers weight their losses by samples, so updates can differ from updates "

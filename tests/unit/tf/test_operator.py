@@ -207,14 +207,16 @@ def test_wrong_arguments_of_register_and_register_data_are_errors(build, given, 
         build(Wrong)
 
 
-def test_a_batch_size_for_data_that_has_its_own_is_a_warning(build, caplog):
+def test_a_list_of_arrays_has_batches_of_any_size_without_targets(build, caplog):
     class Batched(TrainingOperator):
         def setup(self, config):
-            self.register_data(train_loader=[np.ones((4, 4))], batch_size=8)
+            self.register_data(train_loader=[np.ones((4, 64))], batch_size=8)
             self.register(make_model(), "sgd", "mse")
 
-    build(Batched)
+    operator = build(Batched)
     assert "register_data(batch_size=8) does nothing" in caplog.text
+    with pytest.raises(ValueError, match="A batch has no target"):
+        operator.train_batch(np.ones((4, 64)), {})
 
 
 def test_register_refuses_optimizers_of_horovod(build):

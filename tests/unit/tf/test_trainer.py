@@ -154,11 +154,7 @@ def test_fit_refuses_to_count_epochs_of_endless_data_of_creator_functions():
         ({"fit_config": 3}, TypeError, r"config\(fit_config=3\): must be a dict"),
         ({"fit_config": {"epochs": 0}}, ValueError, r"fit_config\(epochs=0\): must be at least 1"),
         ({"fit_config": {"batch_size": 3}}, ValueError, r"'batch_size'\. It can have 'epochs'"),
-        (
-            {"fit_config": {"callbacks": []}},
-            ValueError,
-            "TFTrainer.callbacks=",
-        ),
+        ({"fit_config": {"callbacks": []}}, ValueError, "TFTrainer.callbacks="),
     ],
 )
 def test_wrong_fit_configs_are_errors(config, error, text):
