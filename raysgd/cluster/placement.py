@@ -170,8 +170,7 @@ def reserve(
     Wait up to `timeout_s` for `min_workers`, while `is_wanted` returns True. Raise immediately if
     this process has started the cluster, and the cluster is too small.
     """
-    current = get_current_placement_group()
-    if current is not None and not process.is_worker:
+    if (current := get_current_placement_group()) is not None and not process.is_worker:
         context: Any = ray.get_runtime_context()
         if context.should_capture_child_tasks_in_placement_group:
             return _reserve_within(current, bundle, num_workers, min_workers)

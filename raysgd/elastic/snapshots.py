@@ -153,6 +153,7 @@ class SnapshotKeeper:
                 with inbox:
                     shards = [inbox.resolve(answer.result()) for answer in answers]
             except StorageError as error:
+                self._step = step  # the workers have released it
                 self._warn_of_disk(error)
             except Exception as error:  # most likely, a worker was lost
                 logger.debug("A snapshot did not arrive: %r", error)

@@ -185,7 +185,8 @@ def test_a_full_disk_costs_the_new_snapshot_but_not_the_previous_one(keeper, mon
         for step in (5, 10):
             large = LargeMember({"a": torch.zeros(5_000_000)})
             fetch_all(keeper, large, step)
-            assert len(large.sent) == 1
+            fetch_all(keeper, large, step)
+            assert len(large.asked) == len(large.sent) == 1
     assert keeper.load() == {"step": 0}
     assert caplog.text.count("No space left on device") == 1
     assert "Set TMPDIR" in caplog.text
