@@ -220,8 +220,7 @@ class DriverWatch:
                     time.sleep(_KILL_GRACE_S)
             except OSError:
                 self._interrupt()
-                waited_s = time.monotonic() - began
-                if waited_s > self._driver_grace_s:
+                if (waited_s := time.monotonic() - began) > self._driver_grace_s:
                     reason = f"the driver was unreachable for {waited_s:.0f} s (driver_grace_s)"
             time.sleep(_RECONNECT_EVERY_S)
         print(f"raysgd: this worker exits because {reason}.", file=sys.stderr)

@@ -104,7 +104,8 @@ class PendingWorker:
         yield from self._wait_for(answer, phase, self.starter.timeout_s)
         outcome = answer.result()
         if outcome.kind != "ok":
-            raise outcome.exception()
+            self.error = outcome.exception()  # a generator cannot raise StopIteration
+            yield
 
     def _wait_for(self, answer: Future[Any], phase: Phase, timeout_s: float) -> Iterator[None]:
         self.phase = phase

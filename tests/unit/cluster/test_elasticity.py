@@ -190,7 +190,7 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world, two_of_three):
 def test_replacement_that_raises_is_retried_later(world, failing):
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0, initial_s=2.0).controller
-    every_new(world, **{failing: ValueError("no such file")})
+    every_new(world, **{failing: StopIteration("no such file")})
     world.room = 3
     world.plan(4.0, world.on_new_worker.clear)
     assert steps_of(run_until(controller, 400, max_failures=0)) == [400] * 3
