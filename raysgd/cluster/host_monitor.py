@@ -138,8 +138,7 @@ class HostMonitor:
         if sys.platform != "linux" or is_single_node([node_ip]):
             return None
         try:
-            own_address = address_towards(node_ip)
-            if own_address not in self._listeners:
+            if (own_address := address_towards(node_ip)) not in self._listeners:
                 self._listeners[own_address] = Listener(own_address, "raysgd-host-monitor")
             return HostWatch(node_ip, fail, self, self._listeners[own_address])
         except (OSError, RuntimeError):  # no port can be opened, or no thread can start

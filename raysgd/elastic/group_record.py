@@ -24,7 +24,7 @@ _WARNINGS = {
     "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
-    "waiting": "%(cause)s. Waiting %(seconds).1f s for resources.",
+    "waiting": "%(cause)s. Waiting %(seconds).1f s for workers.",
     "resumed": "Training continues with %(num_workers)d of %(max_workers)d workers, no step lost.",
     "grown": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d.",
     "moved": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d; %(cause)s.",

@@ -601,7 +601,7 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
         ("join_error", CheckpointError("another model"), 1),  # no worker can load this state
     ],
 )
-def test_a_later_call_retries_replacements_that_failed(world, failing, error, num_tries):
+def test_a_later_call_retries_replacements_that_failed(world, failing, error, num_tries, caplog):
     """The user may have fixed the cause of the error in `setup`."""
     controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).controller
     every_new(world, **{failing: error})
@@ -609,6 +609,7 @@ def test_a_later_call_retries_replacements_that_failed(world, failing, error, nu
     with pytest.raises(WorkerLostError, match=f"min_workers=3, and replacements fail: {error}"):
         run_until(controller, 100, max_failures=1)
     assert kinds(controller).count("newcomer_failed") == num_tries
+    assert f"replacements fail: {error}. Waiting 0.5 s for workers." in caplog.text
     every_new(world, **{failing: None})
     assert steps_of(run_until(controller, 100, max_failures=1)) == [100] * 3
 
