@@ -243,8 +243,8 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
 def backward(tensor: torch.Tensor) -> None:
     """Compute the gradients of a loss, in the precision of the run.
 
-    The loss must be the mean over a batch of a loader from `prepare_data_loader`. If batches of a
-    step differ in size, this weights the loss by the size of this worker's batch.
+    The loss must be the mean over the newest batch of all loaders from `prepare_data_loader`. If
+    batches of a step differ in size, this weights the loss by the size of this worker's batch.
     """
     accelerator = _accelerator()
     weight = accelerator.loss_weight
