@@ -185,13 +185,13 @@ class GroupFormer:
                     return
             is_short = num_members + self._starter.num_started() < min_workers
             if is_short and now >= deadline and not self._group.notices.detect_ray_silence():
-                error = self._starter.error
-                why = f"replacements fail: {error}" if error else self._group.describe_demand()
+                room, error = self._group.describe_demand(), self._starter.error
+                failure = f"{missing}, and replacements fail: {error}"
                 if num_waits == self._config.max_attempts:
-                    why = why if error else f"the resources for more are not free: {why}"
-                    raise self._record.make_error(f"{missing}, and {why}", cause=error)
+                    why = f"{missing}, and the resources for more are not free: {room}"
+                    raise self._record.make_error(failure if error else why, cause=error)
                 wait_s = policies.backoff_s(num_waits, self._config)
-                cause = f"{missing}, and {why}"
+                cause = failure if error else f"{missing}, and {room}"
                 self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
                 deadline, num_waits = now + wait_s, num_waits + 1
             self._group.clock.sleep(_START_INTERVAL_S if starting else FAST_POLL_S)
