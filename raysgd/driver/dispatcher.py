@@ -249,7 +249,6 @@ class Dispatcher:
         results = self.run(request, method="validate", has_batches=True, on_progress=on_progress)
         seconds = time.perf_counter() - started
         self.unfinished_validation = None
-        merged = self._merge(results)
         is_complete = start == self.position.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
-        return CallResult(results, merged, False, last_call)
+        return CallResult(results, self._merge(results), False, last_call)

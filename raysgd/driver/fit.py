@@ -174,6 +174,7 @@ class FitLoop:
         """Return a request to train, within the limits of the running ``fit()``."""
         return TrainRequest(
             call_number=next(self.dispatcher.call_numbers),
+            adds_epoch=self.fit_arguments.num_epochs is None,
             until_step=self.fit_arguments.max_steps,
             log_every=self.fit_arguments.log_every,
             info=info,
@@ -183,6 +184,8 @@ class FitLoop:
 
     def report_training(self, trainer: Trainer, result: CallResult) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
+        if not any(result.mergeable):  # the epoch that had begun had no batch left
+            return self.restore_due_validation({})
         self._epoch_result = _EpochResult(result.merged, result.last_call)
         hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
         try:
@@ -285,8 +288,7 @@ class FitLoop:
         )
         try:
             # A worker without a batch has no metrics.
-            answers = self.dispatcher.run(request, method="fit", has_batches=True)
-            results = [each for each in answers if each]
+            results = [*filter(None, self.dispatcher.run(request, method="fit", has_batches=True))]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 results.append(merge_workers(results))

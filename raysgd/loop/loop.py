@@ -172,7 +172,7 @@ class Loop:
             position.global_step = max(segment.start_step, int(operator.global_step))
         train_state.end_segment()
         if position.global_step == segment.start_step and not segment.has_paused:
-            self._check_empty_segment(segment, request.until_epoch or 0)
+            self._check_empty_segment(segment, request)
         self.call_record.call.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
@@ -257,7 +257,7 @@ class Loop:
         finally:
             self.train_state.end_segment()
 
-    def _check_empty_segment(self, segment: Segment, until_epoch: int) -> None:
+    def _check_empty_segment(self, segment: Segment, request: TrainRequest) -> None:
         """Raise an error for a segment without a step, warn of it, or add an epoch to the call.
 
         The loader is empty, was at its end, or the loop did not ask for a batch.
@@ -266,9 +266,8 @@ class Loop:
             if segment.start_offset == 0:
                 raise empty_loader_error("train", segment.source, self._rank_with_fewest)
             position, call = self._position, self.call_record.call
-            is_last = position.epoch + 1 >= until_epoch + call.extra_epochs
-            if position.global_step == call.start_step and is_last:
-                # The previous call stopped at the end of an epoch of unknown length.
+            is_last = position.epoch + 1 >= (request.until_epoch or 0) + call.extra_epochs
+            if position.global_step == call.start_step and is_last and request.adds_epoch:
                 call.extra_epochs += 1
         else:
             kind = type(self.operator).__name__

@@ -30,6 +30,7 @@ class TrainRequest(_EpochRequest):
     """
 
     until_epoch: int | None = None  # completed epochs to reach; training ends at the first goal
+    adds_epoch: bool = True  # if an epoch that has begun has no batch left, train the next one
     until_step: int | None = None  # committed steps to reach
     start_step: int = 0  # committed steps before the call; replayed earlier steps do not count
     starts_with_epoch: bool = False  # as earlier calls do; otherwise, `start_step` ends a segment

@@ -164,8 +164,7 @@ def test_next_pause_must_be_above_the_current_step(make_trainer):
 
 
 def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
-    spy = Spy()
-    trainer = make_trainer(Recorder, callbacks=[spy])
+    trainer = make_trainer(Recorder, callbacks=[spy := Spy()])
     with failure(trainer.get_local_operator(), 2):
         trainer.train()
     assert (trainer.epoch, trainer.global_step) == (1, 2)
@@ -184,8 +183,7 @@ def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
 
 
 def test_events_between_two_runs_arrive_at_the_next_start(make_trainer, tmp_path):
-    spy = Spy()
-    trainer = make_trainer(callbacks=[spy], logdir=tmp_path)
+    trainer = make_trainer(callbacks=[spy := Spy()], logdir=tmp_path)
     trainer.fit(1)
     with pytest.raises(ZeroDivisionError):
         trainer.apply_all_workers(lambda: 1 / 0)
@@ -281,9 +279,8 @@ def test_ctrl_c_in_on_train_end_does_not_skip_the_other_callbacks(make_trainer):
         def on_train_end(self, trainer):
             raise KeyboardInterrupt
 
-    spy = Spy()
     with pytest.raises(KeyboardInterrupt):
-        make_trainer().fit(1, callbacks=[Interrupted(), spy])
+        make_trainer().fit(1, callbacks=[Interrupted(), spy := Spy()])
     assert spy.hooks[-1] == "on_train_end"
 
 

@@ -59,8 +59,7 @@ def test_history_is_a_short_table():
 
 
 def test_fit_trains_validates_and_returns_the_metrics(make_trainer):
-    spy = Spy()
-    trainer = make_trainer(callbacks=[spy])
+    trainer = make_trainer(callbacks=[spy := Spy()])
     history = trainer.fit(2)
     assert isinstance(history, History)
     assert [entry["epoch"] for entry in history] == [1, 2]
@@ -165,9 +164,8 @@ def test_the_validation_before_training_changes_nothing(make_trainer):
     for is_tried in (False, True):
         torch.manual_seed(1)
         trainer = make_trainer(Drawing, {"shuffle": True, "dropout": 0.5, "batch_norm": True})
-        spy = Spy()
         trainer._fit_loop.validation_names = None if is_tried else {"val_loss"}
-        history = trainer.fit(2, callbacks=[spy])
+        history = trainer.fit(2, callbacks=[spy := Spy()])
         operator = trainer.get_local_operator()
         kept = (operator.trained, operator.validated, operator.count, len(operator.infos))
         runs.append((history, spy.hooks, kept, parameters(operator).tolist()))
@@ -321,8 +319,7 @@ def test_a_callback_may_ask_to_stop(make_trainer):
     assert len(history) == 2
     assert "val_loss" in history[1], "the epoch is completed"
     assert history.stop_reason == trainer.stop_reason == "enough"
-    assert len(trainer.fit(4)) == 2
-    assert trainer.stop_reason is None
+    assert (len(trainer.fit(4)), trainer.stop_reason) == (2, None)
     trainer = make_trainer(callbacks=[Stopping(1)])
     trainer.train()
     assert trainer.stop_reason == "enough"
@@ -351,8 +348,7 @@ def test_callbacks_of_fit_are_called_in_that_fit_only(make_trainer):
 @pytest.fixture(params=["a callback", "the last step", "the validation"])
 def broken_off(request, make_trainer):
     """Return a trainer whose `fit` failed before the validation of epoch 2, and its spy."""
-    spy = Spy()
-    trainer = make_trainer(Recorder, callbacks=[spy])
+    trainer = make_trainer(Recorder, callbacks=[spy := Spy()])
     trainer.fit(1)
     if request.param == "a callback":
         spy.fail_in = ["on_epoch_end"]
@@ -394,6 +390,14 @@ def test_missing_validation_runs_first_also_on_resume(broken_off, make_trainer, 
     complete.load(path)
     assert (complete.fit(2), told(last)) == ([], ["on_validation_end"])
     assert caplog.text.count("trains nothing, because the run has already completed epoch") == 2
+
+
+def test_fit_completes_an_epoch_that_failed_after_its_last_update(make_trainer):
+    trainer = make_trainer(Recorder, callbacks=[spy := Spy()])
+    with failure(trainer.get_local_operator(), 9, when="after"):
+        trainer.fit(2)
+    assert [entry["epoch"] for entry in trainer.fit(2)] == [2]
+    assert (trainer.global_step, told(spy)[2:]) == (10, ["on_validation_end"])
 
 
 @pytest.mark.parametrize(("num_steps", "every", "number"), [(None, 1, 1), (1, 1, 2), (1, 3, 1)])
@@ -621,8 +625,7 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path, board
 
 
 def test_fit_continues_within_an_epoch_after_max_steps(make_trainer, caplog):
-    spy = Spy()
-    trainer = make_trainer(Recorder, callbacks=[spy])
+    trainer = make_trainer(Recorder, callbacks=[spy := Spy()])
     history = trainer.fit(9, max_steps=7)
     assert history.stop_reason == "max_steps=7 is reached"
     assert [entry["num_samples"] for entry in history] == [40, 16]
