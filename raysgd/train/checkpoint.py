@@ -59,16 +59,18 @@ CheckpointStrategy = CheckpointConfig  # older name
 class Checkpoint:
     """Values by name, or the files of a folder. Each form converts to the other.
 
-    Create a checkpoint with `from_dict` or `from_directory`. A file loads on first access. Reading
+    Create one with `from_dict`, `from_directory`, or a path. A file loads on first access. Reading
     unpickles data, which can run code: read only checkpoints that you trust.
     """
 
     def __init__(
         self,
-        data: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         path: str | os.PathLike[str] | None = None,
         blob: bytes | None = None,
     ) -> None:
+        if isinstance(data, str | os.PathLike):  # as in Ray
+            data, path = None, data
         self._data = data
         self._path = None if path is None else as_path("checkpoint", path)
         self._blob = blob
@@ -98,11 +100,9 @@ class Checkpoint:
             return checkpoint
         if hasattr(checkpoint, "as_directory"):  # of Ray, which is no usable path
             with checkpoint.as_directory() as folder:
-                return cls({_FILES: _read_folder(Path(folder))})
-        if isinstance(checkpoint, Mapping):
+                return cls(cls(folder).to_dict())
+        if isinstance(checkpoint, Mapping | str | os.PathLike):
             return cls(checkpoint)
-        if isinstance(checkpoint, str | os.PathLike):
-            return cls(path=checkpoint)
         raise TypeError(
             f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a checkpoint."
         )

@@ -1,6 +1,7 @@
 """The checkpoints of a run: which of them stay, and what a run may start from."""
 
 import os
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy as np
@@ -30,8 +31,7 @@ def numbers_in(folder):
 def test_checkpoints_are_numbered_files_that_pickle_reads(tmp_path):
     checkpoints = RunCheckpoints(tmp_path / "checkpoints", number=100)
     keep(checkpoints, {"epoch": 0}, {"epoch": 1})
-    assert checkpoints.number == 102
-    assert checkpoints.latest == {"epoch": 1}
+    assert (checkpoints.number, checkpoints.latest) == (102, {"epoch": 1})
     assert checkpoints.latest_path == tmp_path / "checkpoints" / "checkpoint_000102"
     with checkpoints.latest_path.open("rb") as file:  # as old scripts read it
         assert cloudpickle.load(file) == {"epoch": 1}
@@ -43,8 +43,7 @@ def test_the_best_stay_and_until_the_run_ends_also_the_newest(tmp_path):
     assert numbers_in(tmp_path) == [1, 3, 4]
     checkpoints.finish()
     assert numbers_in(tmp_path) == [1, 3]
-    assert checkpoints.best_path.name == "checkpoint_000003"
-    assert checkpoints.latest == {"loss": 3.0}
+    assert (checkpoints.best_path.name, checkpoints.latest) == ("checkpoint_000003", {"loss": 3.0})
 
 
 @pytest.mark.parametrize("score", ["loss", "_timestamp", None])
@@ -95,7 +94,8 @@ def test_a_run_starts_from_a_dict_a_checkpoint_or_a_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_pickle(cloudpickle.dumps({"a": 1}), tmp_path / "file", Manifest())
     folder = (made := Checkpoint.from_dict({"a": 1})).to_directory(tmp_path / "folder")
-    for given in ({"a": 1}, made, tmp_path / "file", folder, "~/file", "~/folder"):
+    of_ray = SimpleNamespace(as_directory=made.as_directory)
+    for given in ({"a": 1}, made, Checkpoint(folder), of_ray, tmp_path / "file", folder, "~/file"):
         assert Checkpoint.from_any(given).to_dict() == {"a": 1}
     write_pickle(cloudpickle.dumps([1]), tmp_path / "list", Manifest())
     for wrong in (3, tmp_path / "list", "s3://bucket/file"):
