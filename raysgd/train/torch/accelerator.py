@@ -138,6 +138,12 @@ def _add_module_attribute(model: torch.nn.Module) -> torch.nn.Module:
             consume_prefix_in_state_dict_if_present(state_dict, "module.")
             return super().load_state_dict(state_dict, *args, **kwargs)
 
+        def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+            inner = f"{prefix}module."  # within another model, which loads by this method
+            for name in [name for name in state if name.startswith(inner)]:
+                state[prefix + name.removeprefix(inner)] = state.pop(name)
+            super()._load_from_state_dict(state, prefix, *others)
+
         def __deepcopy__(self, memo: Any) -> Any:
             return _add_module_attribute(copy.deepcopy(self.module, memo))
 
@@ -189,10 +195,9 @@ def prepare_data_loader(
             f"prepare_data_loader({type(data_loader).__name__}): must be a PyTorch DataLoader. "
             "Partition other data yourself, by raysgd.train.world_rank()."
         )
-    check_flags("prepare_data_loader", move_to_device=move_to_device, auto_transfer=auto_transfer)
-    check_choice(
-        "prepare_data_loader", "add_dist_sampler", add_dist_sampler, (True, False, "always")
-    )
+    where = "prepare_data_loader"
+    check_flags(where, move_to_device=move_to_device, auto_transfer=auto_transfer)
+    check_choice(where, "add_dist_sampler", add_dist_sampler, (True, False, "always"))
     accelerator = _accelerator()  # makes a later accelerate() raise
     context, seed = get_context(), process_state.seed
     if seed is None:  # the random numbers of several workers may differ
@@ -221,10 +226,9 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
     accelerator.precision.prepare([], accelerator.optimizers, None)
 
     @functools.wraps(getattr(step, "__func__", step))  # GradScaler reads the signature
-    def amp_step(optimizer: Optimizer, closure: Any = None, **arguments: Any) -> None:
+    def amp_step(optimizer: Optimizer, closure: Any = None, **arguments: Any) -> Any:
         if accelerator.stepping is optimizer:  # the precision steps the optimizer
-            step(**arguments)
-            return
+            return step(**arguments)
         if closure is not None:
             raise RuntimeError(
                 "In mixed precision, step() takes no closure. Compute the loss, call "

@@ -153,16 +153,16 @@ def test_a_model_of_one_worker_has_the_attribute_of_a_wrapper():
     assert train.torch.prepare_model(own(), torch.device("cuda"))(-3) == 3
 
 
+@pytest.mark.parametrize("wrap", [torch.nn.Module.eval, torch.optim.swa_utils.AveragedModel])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
-def test_a_state_fits_groups_with_and_without_a_wrapper(sizes, process_group, monkeypatch):
+def test_a_state_fits_groups_with_and_without_a_wrapper(sizes, wrap, process_group, monkeypatch):
     models = []
     for size in sizes:
         monkeypatch.setattr("raysgd.train.torch.accelerator.world_size", lambda size=size: size)
-        models.append(train.torch.prepare_model(torch.nn.BatchNorm1d(2), move_to_device="cpu"))
-    first, second = models
-    first.module.weight.data += 1
-    second.load_state_dict(first.state_dict())
-    assert second.module.weight.tolist() == [2, 2]
+        models.append(wrap(train.torch.prepare_model(torch.nn.BatchNorm1d(2), "cpu")))
+    next(models[0].parameters()).data += 1
+    models[1].load_state_dict(models[0].state_dict())
+    assert next(models[1].parameters()).tolist() == [2, 2]
 
 
 def test_without_mixed_precision_an_optimizer_stays_as_it_is():
