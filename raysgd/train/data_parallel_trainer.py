@@ -176,11 +176,10 @@ class DataParallelTrainer:
                 )
 
     def _is_split(self, name: str) -> bool:
-        config = self.dataset_config
-        names = getattr(config, "_datasets_to_split", None)  # Ray has no public name for it
+        names = getattr(self.dataset_config, "_datasets_to_split", None)  # Ray has no public name
         if names is not None:
             return names == "all" or name in names
-        config = {**self._dataset_config, **(config or {})}
+        config = {**self._dataset_config, **(self.dataset_config or {})}
         choice = config.get(name, config.get("*"))  # a bool, or an old DatasetConfig of Ray
         split = getattr(choice, "split", choice)
         return name == "train" if split is None else bool(split)

@@ -70,8 +70,7 @@ class FunctionRunner(Runner):
     # ---- access from another thread
 
     def progress(self, acknowledged_step: int = -1) -> Progress:
-        running = self._session
-        if running is None:
+        if (running := self._session) is None:
             return Progress()
         position = ReportedPosition(global_step=running.iteration)
         return Progress(position, process=ProcessStatus(running.result_queue.blocked_on_driver))

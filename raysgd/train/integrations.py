@@ -21,8 +21,7 @@ def newest_checkpoint_path(name: str) -> str | None:
 
     The files are a temporary copy, which is removed after the run.
     """
-    checkpoint = get_checkpoint()
-    if checkpoint is None:
+    if (checkpoint := get_checkpoint()) is None:
         return None
     folder = checkpoint.to_directory()
     weakref.finalize(process_state.session, shutil.rmtree, folder, ignore_errors=True)

@@ -118,8 +118,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     """
     if _find_session("get_dataset_shard") is None:
         return None
-    shards = process_state.datasets
-    if shards is None:
+    if (shards := process_state.datasets) is None:
         warnings.warn(
             "get_dataset_shard() returns None, because the trainer has no data set.",
             stacklevel=2,
