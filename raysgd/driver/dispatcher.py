@@ -120,11 +120,12 @@ class Dispatcher:
         """Return the call that repeats training up to `position`."""
         if (newest := self.newest_train_request) is None:
             return None
+        # Workers add the extra epochs of this call to its own goal.
+        epoch = newest.until_epoch and min(newest.until_epoch, position.epoch + position.in_epoch)
         request = replace(
             newest,
-            # Workers add the extra epochs of this call to its own goal.
-            until_epoch=min(newest.until_epoch or sys.maxsize, position.epoch + position.in_epoch),
-            until_step=position.global_step if position.in_epoch else None,
+            until_epoch=epoch,
+            until_step=None if epoch and not position.in_epoch else position.global_step,
             callback_pause_step=None,
             log_every=None,
             ends_at_nan=False,
@@ -182,8 +183,8 @@ class Dispatcher:
         else:
             goals = (start.global_step + num_steps, request.until_step or sys.maxsize)
             request = replace(request, until_step=min(goals))
-        request = replace(request, start_step=start.global_step, callback_pause_step=pause)
-        self.newest_train_request = replace(request, starts_with_epoch=not start.in_epoch)
+        request = replace(request, start_step=start.global_step, start_epoch=start.epoch)
+        self.newest_train_request = replace(request, callback_pause_step=pause)
         return self.newest_train_request
 
     def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:

@@ -253,10 +253,8 @@ class FitLoop:
     @property
     def is_validation_due(self) -> bool:
         """Whether ``fit()`` validates after the newest completed epoch."""
-        every, completed = self.fit_arguments.validate_every, self.num_completed_epochs
-        if every is None:
-            return False
-        return completed % every == 0 or completed >= self.fit_arguments.num_epochs
+        every, done = self.fit_arguments.validate_every, self.num_completed_epochs
+        return bool(every and (done % every == 0 or done >= self.fit_arguments.num_epochs))
 
     @property
     def lacks_validation(self) -> bool:

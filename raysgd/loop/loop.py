@@ -141,7 +141,7 @@ class Loop:
     def _max_steps_of_segment(self, request: TrainRequest) -> int | None:
         """Return the maximum number of steps of the next segment, or None if its epoch ends it."""
         step, until = self._position.global_step, request.until_step
-        if step < request.start_step and not request.starts_with_epoch:
+        if step < request.start_step and self._position.epoch >= request.start_epoch:
             return request.start_step - step  # steps that were done before the call
         return None if until is None else until - step
 
@@ -181,8 +181,9 @@ class Loop:
 
     def _begin_segment(self, max_steps: int | None, request: TrainRequest) -> Segment:
         train_state, call, position = self.train_state, self.call_record.call, self._position
+        break_ends_epoch = position.epoch < request.start_epoch
         if position.global_step >= request.start_step:
-            call.start_step = request.start_step
+            call.start_step, break_ends_epoch = request.start_step, request.until_epoch is not None
         elif position.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.start_step = position.global_step
         position.call_start_step = call.start_step
@@ -208,7 +209,7 @@ class Loop:
             and self.source.step_digest() is not None,
             after_commit=after_commit,
             pause_step=min(pauses, default=math.inf),
-            break_ends_epoch=request.until_epoch is not None,
+            break_ends_epoch=break_ends_epoch,
         )
         if segment.total_steps == 0 and segment.start_offset == 0:
             raise empty_loader_error("train", self.source, self._rank_with_fewest)

@@ -33,7 +33,7 @@ class TrainRequest(_EpochRequest):
     adds_epoch: bool = True  # if an epoch that has begun has no batch left, train the next one
     until_step: int | None = None  # committed steps to reach
     start_step: int = 0  # committed steps before the call; replayed earlier steps do not count
-    starts_with_epoch: bool = False  # as earlier calls do; otherwise, `start_step` ends a segment
+    start_epoch: int = 0  # completed epochs before the call
     callback_pause_step: int | None = None  # step at which to pause; None to train up to the goal
     min_splits: int = 0  # minimum number of micro-batches per batch, after memory ran out
     log_every: int | None = None  # steps between two points; None for none

@@ -452,17 +452,17 @@ def test_a_loop_that_stops_by_itself_ends_its_epoch(start, length):
             return super().train_epoch(itertools.islice(iterator, length), info)
 
     trainer, operator = start(Stopping, {"scheduler": halving}, scheduler_step_freq="epoch")
-    for epoch, max_steps in ((1, None), (2, 99)):
-        trainer.fit(epoch, max_steps=max_steps)
-        assert (trainer.epoch, trainer.global_step) == (epoch, epoch * length)
-        assert rate(operator) == pytest.approx(0.5**epoch)
-    dispatcher = trainer._dispatcher
-    replay = dispatcher._make_replay(dispatcher.position)
-    operator._train_state.load_position({"epoch": 0, "offset": 0}, 0)
-    dispatcher.controller.run(replay)
-    assert (trainer.epoch, trainer.global_step) == (2, 2 * length)
-    trainer.train(num_steps=2)
-    assert rate(operator) == pytest.approx(0.0625)
+    fit, train, fresh = trainer.fit, trainer.train, trainer.state_dict()
+    calls = (lambda: fit(1), lambda: fit(2, max_steps=99), lambda: train(num_steps=3), train)
+    goals = ((1, 0, 0.5), (2, length, 0.25), (3, length + 3, 0.25), (3, length + 5, 0.125))
+    for call, (epoch, step, factor) in zip(calls, goals, strict=True):
+        call()
+        reached = epoch, length + step, pytest.approx(factor)
+        assert (trainer.epoch, trainer.global_step, rate(operator)) == reached
+        replay = trainer._dispatcher._make_replay(trainer._dispatcher.position)
+        trainer.load_state_dict(fresh)
+        trainer._dispatcher.controller.run(replay)
+        assert (trainer.epoch, trainer.global_step, rate(operator)) == reached
 
 
 class OwnPlateau(torch.optim.lr_scheduler.LRScheduler):
