@@ -222,8 +222,8 @@ class BatchSource:
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
-        is_new, self._agreed_epoch = epoch != self._agreed_epoch, epoch  # not within an iteration
-        set_loader_epoch(self.loader, epoch if is_new else None)  # the length may depend on it
+        begins, self._agreed_epoch = not offset or epoch != self._agreed_epoch, epoch
+        set_loader_epoch(self.loader, epoch if begins else None)  # the length may depend on it
 
     def check_same_samples(self, collectives: Collectives) -> None:
         """Raise RuntimeError if other workers have read other samples. Every rank must call it."""

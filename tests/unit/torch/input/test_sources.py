@@ -435,8 +435,7 @@ def test_changing_a_batch_in_place_leaves_the_data_as_it_is(shuffle):
 
 
 def test_loader_without_collation_yields_one_item_per_step():
-    loader = DataLoader(Numbers(5), batch_size=None, shuffle=True)
-    ranks = group_batches(loader, 2)
+    ranks = group_batches(DataLoader(Numbers(5), batch_size=None, shuffle=True), 2)
     assert [len(batches) for batches in ranks] == [3, 3]
     assert {int(item) for batches in ranks for item in batches} == set(range(5))
     (alone,) = group_batches(DataLoader(Numbers(5), batch_size=None), 1)
@@ -696,13 +695,13 @@ def test_data_set_that_raises_stop_iteration_is_an_error(data, batch_size, world
 # ---- the position of a checkpoint
 
 
-class Growing(ByEpoch):
+class Shrinking(ByEpoch):
     """A sampler whose length depends on `set_epoch`."""
 
     epoch = 0
 
     def __len__(self):
-        return self.size + self.epoch
+        return self.size + 5 - self.epoch
 
     def __iter__(self):
         return iter(range(len(self)))
@@ -714,13 +713,14 @@ def test_an_epoch_has_the_length_that_its_sampler_has_then(make_trainer):
         before = drawn.fingerprint()
         assert indices(drawn.batches(0, 0)) == [6, 5, 4, 3, 2, 1, 0]
         assert drawn.fingerprint() == before  # that of a worker that joins
-    divided = type("Divided", (Growing,), {"num_replicas": 1})
-    loaders = [DataLoader(make_data(20), 2, sampler=kind(2)) for kind in (Growing, divided)]
+    divided = type("Divided", (Shrinking,), {"num_replicas": 1})
+    loaders = [DataLoader(make_data(20), 2, sampler=kind(2)) for kind in (Shrinking, divided)]
     read = {"__iter__": lambda self: iter(DataLoader(make_data(len(self)), 1))}
-    for loader in *loaders, type("Loader", (Growing,), read)(2):
+    for loader in *loaders, type("Loader", (Shrinking,), read)(2):
         trainer = make_trainer()
-        trainer.apply_all_operators(lambda op, own=loader: op.register_data(train_loader=own))
-        assert [trainer.train()["num_samples"] for _ in range(4)] == [2, 3, 4, 5]
+        both = {"train_loader": loader, "validation_loader": loader}
+        trainer.apply_all_operators(lambda op, own=both: op.register_data(**own))
+        assert [f()["num_samples"] for f in 2 * (trainer.train, trainer.validate)] == [7, 7, 6, 7]
         trainer.train(num_steps=1)
         loader.set_epoch = pytest.fail  # it may restart the iteration
         assert trainer.train(num_steps=1)["num_samples"] < 6
@@ -732,7 +732,7 @@ def test_an_epoch_has_the_length_that_its_sampler_has_then(make_trainer):
         lambda size: DataLoader(tensors(size), batch_size=2, shuffle=True),
         lambda size: DataLoader(tensors(), batch_size=2, sampler=SubsetRandomSampler(range(size))),
         lambda size: DataLoader(tensors(), batch_sampler=BatchSampler(range(size), 1, False)),
-        lambda size: DataLoader(tensors(), batch_size=2, sampler=Growing(size)),
+        lambda size: DataLoader(tensors(), batch_size=2, sampler=Shrinking(size)),
         lambda size: DataLoader(tensors(size), batch_size=2, sampler=EveryOther(size)),
     ],
 )
