@@ -93,7 +93,7 @@ class KerasTrainState(TrainState):
         ]
 
     def warn_of_batch(self, loss: Any, masks: Any) -> None:
-        if any(each.shape.rank for each in (loss, *self.models[0].losses)):
+        if any(tf.convert_to_tensor(each).shape.rank for each in (loss, *self.models[0].losses)):
             self.warn_of_loss("A loss has a value for each sample, and their gradients add up.")
         if any(mask is not None for mask in tf.nest.flatten(masks)):
             self.warn_of_loss("The model masks its output, and Keras losses skip masked steps.")

@@ -279,16 +279,16 @@ def test_masked_steps_are_left_out(build):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["sum", None, "masks", "layer", "mean"])
 def test_several_workers_warn_of_losses_that_are_no_means(build, workers, kind, caplog):
-    reduction = kind if kind in ("sum", None) else "sum_over_batch_size"
-
     def make():
-        layers = [keras.layers.Embedding(5, 2, mask_zero=kind == "masks"), keras.layers.Dense(1)]
+        zero = {"mean": lambda weights: np.float32(0)}.get(kind)
+        dense = keras.layers.Dense(1, kernel_regularizer=zero)
+        layers = [keras.layers.Embedding(5, 2, mask_zero=kind == "masks"), dense]
         if kind == "layer":
             call = {"call": lambda self, inputs: self.add_loss(inputs[:, 0, 0]) or inputs}
             layers.append(type("AddsLosses", (keras.layers.Layer,), call)())
         model = keras.Sequential([keras.Input((6,)), *layers])
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        return compiled(model, keras.optimizers.SGD(0.1), [loss])
+        reduction = kind if kind in ("sum", None) else "sum_over_batch_size"
+        return compiled(model, keras.optimizers.SGD(), [keras.losses.MeanSquaredError(reduction)])
 
     operator = build(Compiled, {"make": make}, workers=workers)
     for _ in range(2):
