@@ -153,14 +153,16 @@ class FitLoop:
             )
         while reason_to_end() is None and self.num_completed_epochs < num_epochs:
             epoch = self.num_completed_epochs
-            history.append(trainer.train(max_retries=arguments.max_retries, info=arguments.info))
+            metrics = trainer.train(max_retries=arguments.max_retries, info=arguments.info)
+            had_no_batch = self._epoch_result is not None and not self._epoch_result.metrics
+            if self.num_completed_epochs > epoch and self.is_validation_due:
+                validated = self.validate(trainer, arguments.info, from_start=True).merged
+                metrics = {**validated, **metrics}
+            history += [] if had_no_batch else [metrics]
             if len(history) == 1 and arguments.validate_every is None:
                 for argument, name in self._monitored_metrics().items():
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
-            if self.num_completed_epochs > epoch and self.is_validation_due:
-                validated = self.validate(trainer, arguments.info, from_start=True).merged
-                history[-1] = {**validated, **history[-1]}
         history.stop_reason = f"num_epochs={num_epochs} is reached"
         if (reason := reason_to_end()) is not None and self.num_completed_epochs < num_epochs:
             history.stop_reason = reason
@@ -290,8 +292,7 @@ class FitLoop:
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 results.append(merge_workers(results))
-            names = dict.fromkeys(itertools.chain.from_iterable(results))
-            if names:
+            if names := dict.fromkeys(itertools.chain.from_iterable(results)):
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitored(self._monitored_metrics(), list(names), why)
             self.validation_names = {*names}

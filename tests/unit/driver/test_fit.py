@@ -396,8 +396,8 @@ def test_fit_completes_an_epoch_that_failed_after_its_last_update(make_trainer):
     trainer = make_trainer(Recorder, callbacks=[spy := Spy()])
     with failure(trainer.get_local_operator(), 9, when="after"):
         trainer.fit(2)
-    assert [entry["epoch"] for entry in trainer.fit(2)] == [2]
-    assert (trainer.global_step, told(spy)[2:]) == (10, ["on_validation_end"])
+    assert [entry["epoch"] for entry in trainer.fit(3)] == [3]
+    assert (trainer.global_step, told(spy)[2:4]) == (15, ["on_validation_end", "on_epoch_end"])
 
 
 @pytest.mark.parametrize(("num_steps", "every", "number"), [(None, 1, 1), (1, 1, 2), (1, 3, 1)])
