@@ -36,6 +36,7 @@ class CallResult(NamedTuple):
     merged: dict[str, Any]
     has_completed_epoch: bool
     last_call: LastCall
+    has_trained: bool = True  # and not only ended an epoch that had no batch left
 
     @property
     def by_worker(self) -> list[dict[str, Any]]:
@@ -167,7 +168,8 @@ class Dispatcher:
         results += [outcome.unpack() for outcome in call.leaving_outcomes]
         merged = with_epoch(trainer.epoch, self._merge(results))
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
-        return CallResult(results, merged, position.epoch > start.epoch, last_call)
+        has_trained = position.global_step > start.global_step or not start.in_epoch
+        return CallResult(results, merged, position.epoch > start.epoch, last_call, has_trained)
 
     def _make_train_request(
         self, request: TrainRequest, num_steps: int | None, position: ReportedPosition, saves: bool

@@ -186,7 +186,7 @@ class FitLoop:
 
     def report_training(self, trainer: Trainer, result: CallResult) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
-        if not any(result.mergeable):  # the epoch that had begun had no batch left
+        if not result.has_trained:
             return self.restore_due_validation({})
         self._epoch_result = _EpochResult(result.merged, result.last_call)
         hook = "on_epoch_end" if result.has_completed_epoch else "on_steps_end"
