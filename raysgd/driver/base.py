@@ -143,10 +143,9 @@ class OperatorTrainer(TrainerProperties):
         with self._callback_list.within_call(self):
             request = self._fit_loop.train_request(info, profile, dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
+            epoch = self.epoch
             self._fit_loop.report_training(self, result)
-        if reduce_results:
-            return result.merged
-        return [with_epoch(result.merged["epoch"], each) for each in result.by_worker]
+        return result.merged if reduce_results else [with_epoch(epoch, e) for e in result.by_worker]
 
     def validate(
         self,

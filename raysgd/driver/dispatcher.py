@@ -122,7 +122,8 @@ class Dispatcher:
         if (newest := self.newest_train_request) is None:
             return None
         # Workers add the extra epochs of this call to its own goal.
-        epoch = newest.until_epoch and min(newest.until_epoch, position.epoch + position.in_epoch)
+        reached, goal = position.epoch + position.in_epoch, newest.until_epoch
+        epoch = reached if reached <= (goal or newest.start_epoch) else goal
         request = replace(
             newest,
             until_epoch=epoch,
@@ -168,7 +169,7 @@ class Dispatcher:
         results += [outcome.unpack() for outcome in call.leaving_outcomes]
         merged = with_epoch(trainer.epoch, self._merge(results))
         last_call = LastCall("train", ended, seconds, speed, position.epoch_samples)
-        has_trained = position.global_step > start.global_step or not start.in_epoch
+        has_trained = any(results) or position.global_step > start.global_step or not start.in_epoch
         return CallResult(results, merged, position.epoch > start.epoch, last_call, has_trained)
 
     def _make_train_request(

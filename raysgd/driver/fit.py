@@ -152,10 +152,10 @@ class FitLoop:
                 self.num_completed_epochs,
             )
         while reason_to_end() is None and self.num_completed_epochs < num_epochs:
-            epoch = self.num_completed_epochs
+            start = self.dispatcher.position
             metrics = trainer.train(max_retries=arguments.max_retries, info=arguments.info)
-            had_no_batch = self._epoch_result is not None and not self._epoch_result.metrics
-            if self.num_completed_epochs > epoch and self.is_validation_due:
+            had_no_batch = start.in_epoch and metrics.keys() == {"epoch"}
+            if self.num_completed_epochs > start.epoch and self.is_validation_due:
                 validated = self.validate(trainer, arguments.info, from_start=True).merged
                 metrics = {**validated, **metrics}
             history += [] if had_no_batch else [metrics]

@@ -400,14 +400,16 @@ def test_fit_completes_an_epoch_that_failed_after_its_last_update(make_trainer):
     assert (trainer.global_step, told(spy)[2:4]) == (15, ["on_validation_end", "on_epoch_end"])
 
 
-def test_an_epoch_without_metrics_is_an_epoch(make_trainer):
+def test_an_epoch_without_metrics_or_steps_is_an_epoch(make_trainer):
     class Silent(Recorder):
-        def train_epoch(self, iterator, *args, **kwargs):
-            return super().train_epoch(iterator, *args, **kwargs) and {}
+        def train_epoch(self, iterator, info):
+            return {"own": 1} if "own" in info else super().train_epoch(iterator, info) and {}
 
     trainer = make_trainer(Silent, callbacks=[spy := Spy()])
-    assert [entry["epoch"] for entry in trainer.fit(2)] == [1, 2]
-    assert told(spy) == ["on_epoch_end", "on_validation_end"] * 2
+    trainer.train(num_steps=2)
+    history = trainer.fit(1, info={"own": 1}) + trainer.fit(3)
+    assert [entry["epoch"] for entry in history] == [1, 2, 3]
+    assert told(spy) == ["on_epoch_end", "on_validation_end"] * 3
 
 
 @pytest.mark.parametrize(("num_steps", "every", "number"), [(None, 1, 1), (1, 1, 2), (1, 3, 1)])

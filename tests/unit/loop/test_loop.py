@@ -453,7 +453,8 @@ def test_a_loop_that_stops_by_itself_ends_its_epoch(start, length):
 
     trainer, operator = start(Stopping, {"scheduler": halving}, scheduler_step_freq="epoch")
     fit, train, fresh = trainer.fit, trainer.train, trainer.state_dict()
-    calls = (lambda: fit(1), lambda: fit(2, max_steps=99), lambda: train(num_steps=3), train)
+    fails = failure(operator, length)(train)
+    calls = (lambda: fit(1) and fails(3), lambda: fit(2, max_steps=99), lambda: train(3), train)
     goals = ((1, 0, 0.5), (2, length, 0.25), (3, length + 3, 0.25), (3, length + 5, 0.125))
     for call, (epoch, step, factor) in zip(calls, goals, strict=True):
         call()
