@@ -37,8 +37,7 @@ def test_a_call_returns_the_metrics_that_callbacks_see_and_change(make_trainer):
     (validated,) = trainer.validate(reduce_results=False)
     assert (validated["num_samples"], type(validated["val_loss"])) == (40, float)
     reading.on_epoch_end = lambda trainer, metrics: metrics.clear()
-    assert trainer.train(reduce_results=False)[0]["epoch"] == 3
-    assert len(trainer.fit(4)) == 1
+    assert (trainer.train(reduce_results=False)[0]["epoch"], len(trainer.fit(4))) == (3, 1)
 
 
 # ---- order

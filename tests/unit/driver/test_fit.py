@@ -407,8 +407,7 @@ def test_an_epoch_without_metrics_or_steps_is_an_epoch(make_trainer):
 
     trainer = make_trainer(Silent, callbacks=[spy := Spy()])
     trainer.train(num_steps=2)
-    history = trainer.fit(1, info={"own": 1}) + trainer.fit(3)
-    assert [entry["epoch"] for entry in history] == [1, 2, 3]
+    assert [each["epoch"] for each in trainer.fit(1, info={"own": 1}) + trainer.fit(3)] == [1, 2, 3]
     assert told(spy) == ["on_epoch_end", "on_validation_end"] * 3
 
 
