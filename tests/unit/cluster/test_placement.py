@@ -121,4 +121,5 @@ def test_a_wait_for_resources_is_logged_with_the_time_left(monkeypatch, caplog):
     assert placement._request_group([{"CPU": 3.0}], "PACK", 14.9, lambda: True) is None
     waits = [record.getMessage().split(" for ")[0] for record in caplog.records]
     assert waits == ["Waiting up to 14 s", "Waiting up to 4 s"]
-    assert f" s for {placement.describe_demand({'CPU': 3.0})}. Earlier trainers" in caplog.text
+    room = "1 worker with 3 CPU each: the cluster has 4 CPU, of which 4 CPU are free. Earlier"
+    assert room in caplog.text
