@@ -95,7 +95,7 @@ class Call:
     leaving_metrics_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     num_failures: int = 0
-    """Number of losses so far, over all requests. The `CallBudget` of a request starts with it."""
+    """Number of losses so far, over all requests."""
     causes: list[str] = field(default_factory=list)
     """Where and why workers were lost. `GroupRecord.add_event` adds them."""
     leaving_outcomes: list[Any] = field(default_factory=list)

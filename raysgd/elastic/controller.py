@@ -1,9 +1,11 @@
 """Runs calls on all workers of a group, through failures.
 
-`state_machine.py` decides what follows from an event. The controller executes the actions, and
-their result is the next event. Workers only answer: `WorkerStarter` and `GroupFormer` call
-`create_runner`, `set_up`, and `rejoin` of a `Worker`, `Supervisor` sends each attempt at a call to
-`handle`, and `GroupRpc` sends other requests, and control messages such as `interrupt`.
+`Controller._advance` decides what the group needs next. Workers only answer: `WorkerStarter` and
+`GroupFormer` call `create_runner`, `set_up`, and `rejoin` of a `Worker`, `Supervisor` sends each
+attempt at a call to `handle`, and `GroupRpc` sends other requests, and control messages such as
+`interrupt`. After the loss of a worker, for example::
+
+    run_attempt → _remove_lost → rejoin → run_attempt
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from raysgd._internal.runner import Request, Runner
 from raysgd._internal.tracebacks import release_callers
@@ -23,20 +25,19 @@ from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import cause_of
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.group_former import GroupFormer
+from raysgd.elastic.group_former import NO_SNAPSHOT, GroupFormer, format_shortage
 from raysgd.elastic.group_record import GroupRecord
-from raysgd.elastic.group_rpc import GroupRpc
+from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, LostWorkers
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed import SpeedMonitor
-from raysgd.elastic.state_machine import Action, CallFailed, FormingFailed, GroupEvent, GroupState
 from raysgd.elastic.supervisor import Supervisor
 from raysgd.elastic.worker_starter import WorkerStarter
+from raysgd.errors import WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _SHUT_DOWN = "The workers are shut down."
 
 
 class Controller:
-    """Executes the actions of the state machine.
+    """Repairs the group, and runs calls on it.
 
     `backend` is None with one worker. Each worker calls `hook` first. `timeout_s` limits the setup
     and the joining of a generation. With `supports_live_join`, replacement workers can join during
@@ -63,7 +64,8 @@ class Controller:
         supports_live_join: bool = True,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state: GroupState = state_machine.Broken()
+        self.state: Literal["broken", "ready", "running"] = "broken"
+        """``broken`` if workers or their process group are missing. The next call repairs it."""
         self.is_shut_down = False
         self._call_lock = threading.Lock()
         self._pid = os.getpid()
@@ -74,7 +76,6 @@ class Controller:
         self.policy = policy = Policy(
             process_can_rejoin=backend is None or backend.process_can_rejoin,
             supports_live_join=supports_live_join,
-            max_early_failures=elastic.max_attempts,
             may_grow=elastic.grow and not group.options.is_inline,
             keeps_snapshots=elastic.snapshot_every is not None,
         )
@@ -105,14 +106,14 @@ class Controller:
         try:
             with self._aborting_on_error():
                 self._group.reserve()
-                self._react(state_machine.StartRequested(min_workers=self.min_workers))
+                self._restart()
         except BaseException:
             self.shutdown(force=True)
             raise
 
     def shutdown(self, force: bool = False) -> None:
         self.is_shut_down = True
-        self._release(force or not isinstance(self.state, state_machine.Ready))
+        self._release(force or self.state != "ready")
 
     def _release(self, force: bool) -> None:
         if os.getpid() != self._pid:  # the workers belong to the parent process
@@ -131,10 +132,7 @@ class Controller:
             yield
         except BaseException as error:
             if not self.is_shut_down:
-                has_reached = self._supervisor.execution.attempt is not None
-                self._react(state_machine.Aborted(reached_workers=has_reached))
-                if has_reached and isinstance(error, KeyboardInterrupt):
-                    self.record.interruption = "interrupted by Ctrl-C"
+                self._abort_attempt(error)
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
                 raise RuntimeError(_SHUT_DOWN) from error
             release_callers(error)
@@ -156,101 +154,129 @@ class Controller:
                 "workers. Start it with the spawn method, and create a trainer in it."
             )
 
-    # ---- event loop
+    def _abort_attempt(self, error: BaseException) -> None:
+        attempt = self._supervisor.execution.attempt
+        if self.state == "running":
+            self.state = "ready" if attempt is None else "broken"
+            if attempt is not None:
+                self._rpc.interrupt(attempt)
+                self.record.set_progress(*self._rpc.ask_progress().values())
+        if attempt is not None and isinstance(error, KeyboardInterrupt):
+            self.record.interruption = "interrupted by Ctrl-C"
 
-    def _react(self, event: GroupEvent) -> GroupEvent:
-        """Execute the actions that follow from an event, and return the last event."""
+    # ---- supervision
+
+    def _run_attempts(self) -> AttemptResult:
+        """Repair the group and send it the call, until the call has returned or failed."""
         while True:
             self._check_open()
-            self.state, actions = state_machine.transition(self.state, event, self.policy)
-            following = None
-            for action in actions:
-                assert following is None  # only the last action returns an event
-                if action in (Action.RUN_CALL, Action.REPLAY):  # here: short tracebacks of users
-                    following = self._supervisor.run_attempt(is_replay=action is Action.REPLAY)
-                else:
-                    following = self._execute(action)
-            if following is None:
-                return event
-            event = following
+            result = self._advance()
+            self.state = "ready" if result.is_ready else "broken"
+            if result.lost:
+                self._remove_lost(result.lost)
+            if result.error is not None or result.outcomes is not None:
+                return result
 
-    def _execute(self, action: state_machine.GroupAction) -> GroupEvent | None:
-        former, record, call = self._former, self.record, self.record.call
-        match action:
-            case Action.CHECK_GROUP:
-                return self._supervisor.check_group()
-            case Action.AWAIT_WORKERS:
-                former.await_workers(self.state.budget.min_workers)
-            case Action.REJOIN:
-                return former.rejoin()
-            case Action.RESTART:
-                self._awaits_load, before = call.replaces_state, record.progress
-                try:
-                    return former.restart(self.state.budget.min_workers)
-                except BaseException:  # the next call restarts again, and repeats the lost steps
-                    record.set_progress(before)
-                    raise
-            case Action.RESCUE_STATE:
-                record.set_progress(self.snapshots.rescue(self._rpc))
-            case Action.CHECK_SNAPSHOT:
-                return state_machine.SnapshotChecked(can_restart=self.can_restart())
-            case Action.INTERRUPT:
-                assert self._supervisor.execution.attempt is not None
-                self._rpc.interrupt(self._supervisor.execution.attempt)
-                record.set_progress(*self._rpc.ask_progress().values())
-            case Action.COLLECT_METRICS:
-                former.collect_metrics(self.members)
-            case state_machine.RemoveLost(lost):
-                for member, error in lost.items():
-                    record.add_event("lost", [member], cause=cause_of(member, error))
-                    self._starter.expect_replacement(member)
-                    self._group.discard(member)
-                call.num_failures = self.state.budget.num_failures
-            case state_machine.DiscardWorkers(why):
-                if why:
-                    text = "All workers restart from the snapshot, or from setup() without one: %s."
-                    logger.warning(text, why)
-                self._starter.discard_pending()
-                self._group.discard(*self.members)
-            case state_machine.Fail(why, lost):
-                if lost:
-                    self._starter.advance_if_allowed()
-                if not self.members:  # a restart in this call may have begun before it
-                    record.set_progress(record.progress, self._supervisor.execution.progress_before)
-                first_lost, reason = next(iter(lost.items()), (None, None))
-                raise record.make_error(why, first_lost, reason)
-        return None
+    def _advance(self) -> AttemptResult:
+        """Take the next step of a repair, or send the call to a group that is ready."""
+        former, policy, num_workers = self._former, self.policy, len(self.members)
+        self._supervisor.observe({})
+        joining, leaving = self._starter.membership_changes()
+        if not num_workers:
+            return self._restart()
+        if num_workers + len(joining) < self._num_required:
+            if not policy.may_grow:
+                shortage = format_shortage(num_workers, self._num_required)
+                raise self._make_error(f"{shortage}, and grow=False starts no replacements")
+            former.await_workers(self._num_required)
+            return AttemptResult(is_ready=self.state == "ready")
+        if self.state == "ready" and not joining and not leaving:
+            self.state = "running"
+            return self._supervisor.run_attempt()
+        self.state = "broken"
+        if policy.process_can_rejoin and len(leaving) < num_workers:
+            return former.rejoin()
+        if leaving:
+            former.collect_metrics(self.members)
+        if leaving or policy.rescues_state:
+            self._rescue_state()
+        return self._restart()
+
+    def _restart(self) -> AttemptResult:
+        """Stop the members, and start all workers, with the state of the snapshot."""
+        if not self.can_restart():
+            raise self._make_error(f"all workers are lost, {NO_SNAPSHOT}")
+        self.state, self._awaits_load = "broken", self.record.call.replaces_state
+        before = self.record.progress
+        try:
+            self._former.restart(self._num_required)
+        except BaseException:  # the next call restarts again, and repeats the lost steps
+            self.record.set_progress(before)
+            self._former.discard_all()
+            raise
+        self.state = "ready"
+        return AttemptResult(is_ready=True)
+
+    def _rescue_state(self) -> None:
+        """Replace the snapshot with the state of the workers."""
+        self.record.set_progress(self.snapshots.rescue(self._rpc))
+
+    def _remove_lost(self, lost: LostWorkers) -> None:
+        """Remove lost workers from the group. Raise an error if the call tolerates no more."""
+        for member, error in lost.items():
+            self.record.add_event("lost", [member], cause=cause_of(member, error))
+            self._starter.expect_replacement(member)
+            self._group.discard(member)
+        if self.policy.rescues_state:
+            self._rescue_state()
+        if not self.policy.survivors_stay:
+            self._former.discard_all()
+        call, execution = self.record.call, self._supervisor.execution
+        why = ""
+        if execution.has_begun:
+            call.num_failures += 1
+            if call.num_failures > call.max_failures:
+                most = call.max_failures
+                why = f"workers were lost in one call more often than max_retries={most}"
+        else:
+            execution.num_early_failures += 1
+            if (number := execution.num_early_failures) > self._starter.config.max_attempts:
+                why = f"workers were lost {number} times before the call began"
+        if why:
+            self._starter.advance_if_allowed()
+            raise self._make_error(why, *next(iter(lost.items())))
+
+    def _make_error(self, why: str, *first_lost: Any) -> WorkerLostError:
+        if not self.members:  # a restart in this call may have begun before it
+            before = self._supervisor.execution.progress_before
+            self.record.set_progress(self.record.progress, before)
+        return self.record.make_error(why, *first_lost)
+
+    @property
+    def _num_required(self) -> int:
+        return 1 if self.record.call.allows_any_size else self.min_workers
 
     # ---- calls
 
     def run(self, call: Call) -> list[Outcome]:
         """Run a call, or its next request, and return the outcomes."""
         self._check_open()
-        min_workers = 1 if call.allows_any_size else self.min_workers
-        budget = state_machine.CallBudget(
-            in_call=True,
-            min_workers=min_workers,
-            max_failures=call.max_failures,
-            num_failures=call.num_failures,
-            replaces_state=call.replaces_state,
-        )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
-        before, end = self.record.progress, None
+        before, result = self.record.progress, AttemptResult()
         try:
             self._supervisor.set_call(call)
             with self._aborting_on_error():
                 has_attempts = len(self._starter.failures) < self._starter.config.max_attempts
-                if len(self.members) < min_workers or not has_attempts:
+                if len(self.members) < self._num_required or not has_attempts:
                     self._starter.reset_failures()  # once per call, to limit the attempts
-                end = self._react(state_machine.CallRequested(budget=budget))
-                if isinstance(end, CallFailed | FormingFailed) and end.error:
-                    raise end.error
-                assert isinstance(end, state_machine.CallReturned)
+                result = self._run_attempts()
+                if result.error is not None:
+                    raise result.error
                 self._awaits_load = False
-                return list(end.outcomes)
+                return list(result.outcomes or ())
         finally:
-            end = None  # an error refers to this frame, which would be a cycle
+            result = AttemptResult()  # an error refers to this frame, which would be a cycle
             try:
                 self._supervisor.set_call(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
@@ -276,7 +302,7 @@ class Controller:
         The next call forms a generation.
         """
         if not self.is_shut_down:
-            self._react(state_machine.StopRequested())
+            self.state = "broken"
             self._rpc.interrupt_and_send(request)
 
     # ---- methods for trainers
@@ -296,7 +322,7 @@ class Controller:
                     return False
             elif not self._starter.request_slots():
                 return False
-            self._react(state_machine.StartRequested(min_workers=self.min_workers))
+            self._restart()
         return True
 
     def ask_step(self) -> int:

@@ -14,19 +14,32 @@ from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.elastic import policies, state_machine
+from raysgd.elastic import policies
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import list_ranks
-from raysgd.elastic.group_rpc import ANSWER_S, FAST_POLL_S, POLL_S, Attempt, GroupRpc
+from raysgd.elastic.group_rpc import (
+    ANSWER_S,
+    FAST_POLL_S,
+    POLL_S,
+    Attempt,
+    AttemptResult,
+    GroupRpc,
+    LostWorkers,
+)
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
-from raysgd.elastic.state_machine import FormingFailed, GroupEvent, GroupFormed, StateLost
 from raysgd.elastic.worker_starter import WorkerStarter
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
+NO_SNAPSHOT = (
+    "and there is no snapshot to restart from (snapshot_every=None). To continue, load a "
+    "checkpoint: trainer.load(path)"
+)
+_MAX_FAILED_REJOINS = 2
+"""Maximum number of consecutive failures to form a process group while all workers are alive."""
 _STRAGGLER_S = 60.0
 """Seconds that the next call waits for workers that are busy with a failed call."""
 _RESTART_STRAGGLER_S = 5.0
@@ -51,37 +64,40 @@ class GroupFormer:
     def __post_init__(self) -> None:
         self._group, self._record = self._rpc.group, self._rpc.record
         self._policy, self._config = self._starter.policy, self._starter.config
+        self._num_failed_rejoins = 0  # in a row, while all workers were alive
 
     # ---- rejoins
 
-    def rejoin(self) -> GroupEvent:
+    def rejoin(self) -> AttemptResult:
         """Form the next generation of the members, and of replacement workers that are ready."""
         began = self._group.clock.monotonic()
         if lost := self._await_busy():
-            return self._discard_lost(lost)
+            return AttemptResult(lost=self._discard_lost(lost))
         joining, leaving = self._starter.membership_changes()
         answers, lost = self._rpc.probe_or_kill([*self._group.members, *joining])
         if lost:
-            return self._discard_lost(lost)
+            return AttemptResult(lost=self._discard_lost(lost))
         self._share_balancer.observe(answers)
         of_members = {member: answers[member] for member in self._group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
         self._record.set_progress(answers[leader])
         if self._lacks_good_state(answers[leader]):
-            return StateLost(why="a failed step has changed the parameters of all workers")
+            return self._give_up_state("a failed step has changed the parameters of all workers")
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
         self._rescue_shards(staying)
         next_members = self._group.sort_by_node([*staying, *joining])
         attempt = self._join(next_members, next_members.index(leader))
-        event = self._event_of(attempt, joining)
-        if isinstance(event, GroupFormed):
-            self._replace_members(next_members, joining, began)
-            for warning in filter(None, {each.unpack() for each in attempt.outcomes.values()}):
-                logger.warning("%s", warning)
-        return event
+        if any(each.progress.held_state.condition == "lost" for each in attempt.outcomes.values()):
+            return self._give_up_state("all copies of some shards of the state are lost")
+        if attempt.has_failed:
+            return self._handle_failed_rejoin(attempt, joining)
+        self._replace_members(next_members, joining, began)
+        for warning in filter(None, {each.unpack() for each in attempt.outcomes.values()}):
+            logger.warning("%s", warning)
+        return AttemptResult(is_ready=True)
 
-    def _await_busy(self) -> Mapping[WorkerHandle, BaseException]:
+    def _await_busy(self) -> LostWorkers:
         """Wait for workers that are busy with a failed call. Return the lost ones."""
         rpc, supports_live_join = self._rpc, self._policy.supports_live_join
         # A worker that holds the GIL receives its interruption late.
@@ -89,19 +105,29 @@ class GroupFormer:
         patience_s = _STRAGGLER_S if supports_live_join else _RESTART_STRAGGLER_S
         return silent or rpc.await_busy(patience_s)
 
-    def _event_of(self, attempt: Attempt, joining: Sequence[WorkerHandle]) -> GroupEvent:
-        """Return the event that follows from the attempt to join a generation."""
-        if any(each.progress.held_state.condition == "lost" for each in attempt.outcomes.values()):
-            return StateLost(why="all copies of some shards of the state are lost")
-        if not attempt.has_failed:
-            return GroupFormed()
+    def _handle_failed_rejoin(
+        self, attempt: Attempt, joining: Sequence[WorkerHandle]
+    ) -> AttemptResult:
         # If no worker is lost, discard all replacements, because one may be the cause.
         if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
-            return self._discard_lost(lost)
+            return AttemptResult(lost=self._discard_lost(lost))
         error = attempt.make_error()
         if isinstance(error, CollectiveError):
             logger.warning("The workers could not form a process group: %s", error)
-        return FormingFailed(error=error)
+            self._num_failed_rejoins += 1
+            if self._num_failed_rejoins <= _MAX_FAILED_REJOINS:
+                return AttemptResult()
+        return AttemptResult(error=error)
+
+    def _give_up_state(self, why: str) -> AttemptResult:
+        """Stop all workers, because none has a usable state."""
+        if not (self._policy.keeps_snapshots or self._record.call.replaces_state):
+            raise self._record.make_error(f"{why}, {NO_SNAPSHOT}")
+        logger.warning(
+            "All workers restart from the snapshot, or from setup() without one: %s.", why
+        )
+        self.discard_all()
+        return AttemptResult()
 
     def _lacks_good_state(self, of_leader: Progress) -> bool:
         """Return whether the newest state is damaged, and all workers can restart from another."""
@@ -144,7 +170,7 @@ class GroupFormer:
 
     # ---- starts
 
-    def restart(self, min_workers: int) -> GroupEvent:
+    def restart(self, min_workers: int) -> None:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self._group.clock.monotonic(), self._record.is_first_start
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.preempted())
@@ -156,7 +182,7 @@ class GroupFormer:
         members = self._group.members
         if is_first:
             self._record.add_event("started", members)
-            return GroupFormed()
+            return
         has_grown = 0 < num_before < len(members)
         kind: EventKind = "grown" if has_grown else "restarted"
         if why and len(members) >= num_before:
@@ -164,12 +190,11 @@ class GroupFormer:
         seconds = self._group.clock.monotonic() - began
         concerned = members[num_before:] if has_grown else members
         self._record.add_event(kind, concerned, cause=why, seconds=seconds)
-        return GroupFormed()
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
         num_members, starting = len(self._group.members), not self._group.members
-        missing = state_machine.format_shortage(num_members, min_workers)
+        missing = format_shortage(num_members, min_workers)
         deadline, num_waits, enough_at = 0.0, 0, math.inf
         while True:
             self._rpc.check_open()
@@ -257,10 +282,14 @@ class GroupFormer:
 
     # ---- both
 
-    def _discard_lost(self, lost: state_machine.LostWorkers) -> GroupEvent:
-        """Discard lost pending workers. Return WorkersLost with lost members, or FormingFailed."""
-        members = {m: e for m, e in lost.items() if not self._starter.discard_failed(m, e)}
-        return state_machine.WorkersLost(lost=members) if members else FormingFailed()
+    def discard_all(self) -> None:
+        """Stop all members and replacement workers."""
+        self._starter.discard_pending()
+        self._group.discard(*self._group.members)
+
+    def _discard_lost(self, lost: LostWorkers) -> LostWorkers:
+        """Discard lost pending workers. Return the lost members."""
+        return {m: e for m, e in lost.items() if not self._starter.discard_failed(m, e)}
 
     def _join(self, members: Sequence[WorkerHandle], leader: int | None) -> Attempt:
         """Move workers into the next generation, with the state of rank `leader`.
@@ -286,8 +315,10 @@ class GroupFormer:
                 m: m.submit_work(Worker.rejoin, c, rendezvous, leader) for m, c in contexts.items()
             }
             attempt = self._await_phase(answers, "join a new generation", kills_stopped=True)
-        if self._backend is not None and not attempt.has_failed:
-            self._backend.release_rendezvous()
+        if not attempt.has_failed:
+            self._num_failed_rejoins = 0
+            if self._backend is not None:
+                self._backend.release_rendezvous()
         return attempt
 
     def _await_phase(
@@ -327,3 +358,7 @@ class GroupFormer:
                 f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."
             )
         return attempt
+
+
+def format_shortage(num_workers: int, min_workers: int) -> str:
+    return f"{num_workers} worker{'s' * (num_workers != 1)} left, but min_workers={min_workers}"

@@ -51,7 +51,7 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
 
 @dataclass(eq=False)
 class GroupRecord:
-    """What trainers and components read of a group. Its `GroupState` decides what follows."""
+    """What trainers and components read of a group. `Controller` decides what follows."""
 
     group: ActorGroup
     _survivors_stay: bool

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd._internal.progress import Progress
 from raysgd._internal.runner import Request
@@ -42,6 +42,9 @@ _ASK_AGAIN_S = 0.05
 _LOG_BUSY_AFTER_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
 
+LostWorkers = Mapping[WorkerHandle, BaseException]
+"""Lost workers with their causes."""
+
 
 class Attempt:
     """Collects the outcomes of a request to several workers, or of a phase of a start or a rejoin.
@@ -67,7 +70,7 @@ class Attempt:
         self.pending[member] = future
         future.add_done_callback(self._finished.put)
 
-    def declare_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> None:
+    def declare_lost(self, lost: LostWorkers) -> None:
         """Stop waiting for workers that were found to be lost."""
         self.lost |= lost
         self.pending = {m: future for m, future in self.pending.items() if m not in lost}
@@ -128,6 +131,19 @@ class Attempt:
         )
         error.__cause__ = reason
         return error
+
+
+class AttemptResult(NamedTuple):
+    """How an attempt at a call, or to form a generation, has ended."""
+
+    is_ready: bool = False
+    """Whether the group can run the next attempt immediately."""
+    lost: Mapping[WorkerHandle, BaseException] = {}
+    """Lost members."""
+    error: BaseException | None = None
+    """What `Controller.run` raises. None to repeat the attempt."""
+    outcomes: Sequence[Outcome] | None = None
+    """Outcomes of a complete call, by rank. None if it paused, or repeated earlier steps."""
 
 
 @dataclass(eq=False)

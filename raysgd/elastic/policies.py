@@ -24,8 +24,6 @@ class Policy:
     workers."""
     supports_live_join: bool = True
     """Whether workers can join a call and copy the state of the others, as with operators."""
-    max_early_failures: int = 10
-    """Number of times that workers may be lost before a call begins."""
     may_grow: bool = True
     """Whether replacement workers may start."""
     keeps_snapshots: bool = True

@@ -16,10 +16,16 @@ from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.group_record import list_ranks
-from raysgd.elastic.group_rpc import FAST_POLL_S, POLL_S, Attempt, GroupRpc, results_of
+from raysgd.elastic.group_rpc import (
+    FAST_POLL_S,
+    POLL_S,
+    Attempt,
+    AttemptResult,
+    GroupRpc,
+    results_of,
+)
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
@@ -108,6 +114,10 @@ class CallExecution:
     """The newest attempt, or None before the first worker receives the call."""
     replay: Call | None = None
     """The call that repeats steps lost with all workers."""
+    has_begun: bool = False
+    """Whether the first attempt that is no replay has begun. All later losses count as retries."""
+    num_early_failures: int = 0
+    """Number of losses before the call began."""
     has_warned_of_replay: bool = False
     min_splits: int = 0
     """Number of micro-batches per batch in the next attempt; 0 for no change."""
@@ -137,18 +147,7 @@ class Supervisor:
         self._record.call = call
         self.execution = CallExecution(self._record.progress._replace(held_state=HeldState()))
 
-    def check_group(self) -> state_machine.GroupChecked:
-        """Let the components observe the group. Return the changes that are due."""
-        self._observe({})
-        joining, leaving = self._starter.membership_changes()
-        return state_machine.GroupChecked(
-            num_workers=len(self._group.members),
-            num_joining=len(joining),
-            num_leaving=len(leaving),
-            must_replay=self._prepare_replay(),
-        )
-
-    def _observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Let the components observe the group, without waiting.
 
         They use the progress of the members that answered, which is empty before a call.
@@ -179,9 +178,11 @@ class Supervisor:
             execution.replay = call.make_replay(before)
         return execution.replay is not None
 
-    def run_attempt(self, is_replay: bool) -> state_machine.GroupEvent:
+    def run_attempt(self) -> AttemptResult:
         """Run one attempt at the call. The attempt ends shortly after a failure."""
         execution, call = self.execution, self._record.call
+        is_replay = self._prepare_replay()
+        execution.has_begun |= not is_replay
         if self._preemption.must_save and call.can_pause:
             self._record.set_progress(self._snapshots.rescue(self._rpc))
             self._preemption.must_save = False
@@ -235,37 +236,36 @@ class Supervisor:
 
     def _end_attempt(
         self, call: Call, is_replay: bool, attempt: Attempt, polled: Progress | None
-    ) -> state_machine.GroupEvent:
-        """Let the components observe the group after an attempt, and return its event."""
+    ) -> AttemptResult:
+        """Let the components observe the group after an attempt, and return its result."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         known = attempt.outcomes
         progress = {m: known[m].progress for m in self._group.members if m in known}
         call.log_points.add(progress, self._group.members)
         self._record.set_progress(*(progress.values() or [polled]))
         if progress:
-            self._observe(progress)
+            self.observe(progress)
         if not attempt.has_failed:
-            paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
-            is_complete = not paused and not is_replay
-            if is_complete:
-                self._snapshots.await_changed_snapshot()
+            if is_replay or any(outcome.kind == "paused" for outcome in attempt.outcomes.values()):
+                return AttemptResult(is_ready=True)
+            self._snapshots.await_changed_snapshot()
             outcomes = [attempt.outcomes[member] for member in attempt.members]
-            return state_machine.CallReturned(outcomes=outcomes, is_complete=is_complete)
+            return AttemptResult(is_ready=True, outcomes=outcomes)
         member, outcome = attempt.first_user_error or (None, None)
         self.execution.min_splits = 0 if outcome is None else outcome.min_splits
         if member and outcome and outcome.min_splits:  # memory ran out
             cause = repr(outcome.unpack())
             self._record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
         if attempt.lost:
-            return state_machine.WorkersLost(lost=attempt.lost)
+            return AttemptResult(lost=attempt.lost)
         was_interrupted = attempt.why_new_generation is not None and outcome is None
         can_repeat = call.has_batches or call.max_failures > 0
         if self.execution.min_splits or (was_interrupted and can_repeat):
-            return state_machine.CallFailed()
+            return AttemptResult()
         error = attempt.make_error()
         if member is not None:
             self._record.add_event("user_error", [member], cause=repr(error))
-        return state_machine.CallFailed(error=error)
+        return AttemptResult(error=error)
 
     @contextlib.contextmanager
     def _showing_progress(self, call: Call) -> Iterator[None]:
@@ -311,7 +311,7 @@ class Supervisor:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
-            self._observe(progress)
+            self.observe(progress)
             if call.can_pause and not self._rpc.is_pausing:
                 is_urgent = any(self._starter.membership_changes()) or self._preemption.must_save
                 if is_urgent or self._share_balancer.wants_change:

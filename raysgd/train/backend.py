@@ -26,7 +26,6 @@ from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.config import ElasticConfig, as_elastic_config
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
-from raysgd.elastic.state_machine import Ready
 from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import ApplyRequest
 from raysgd.train.arguments import pickle_function
@@ -185,7 +184,7 @@ class BackendExecutor:
             return
         controller.check_process()
         try:
-            if graceful_termination and self._run is None and isinstance(controller.state, Ready):
+            if graceful_termination and self._run is None and controller.state == "ready":
                 # The `on_shutdown` hook of the backend would wait for busy workers forever.
                 is_gentle = remote_functions.wait_until_idle(controller.members, patience_s)
             if is_gentle:
@@ -284,7 +283,7 @@ class BackendExecutor:
 
         Return None when the function has returned on all workers. Raise the exception of the
         function, or WorkerLostError if workers are lost more often than ``max_retries`` allows.
-        After a loss, `Controller._react` restarts all workers within `run.send`, with the snapshot
+        After a loss, `Controller.run` restarts all workers within `run.send`, with the snapshot
         that `start_training` has set.
         """
         run = self._require_run("fetch_next_result")
@@ -386,7 +385,7 @@ class BackendExecutor:
 
         These losses do not count against the retries of a run.
         """
-        most = controller.policy.max_early_failures
+        most = self._elastic.max_attempts
         controller.run(Call(request=EndRunRequest(), method="run", max_failures=most))
 
     def _find_override(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
