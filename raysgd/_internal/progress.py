@@ -42,7 +42,6 @@ class BarStatus(NamedTuple):
     total_batches: int | None = None  # None if unknown
     num_samples: int = 0  # samples finished in the current call or epoch
     latest_metrics: Mapping[str, float] = {}  # the first ones
-    timing: PhaseTotals | None = None  # as `Measurements.timing`
 
 
 class Measurements(NamedTuple):

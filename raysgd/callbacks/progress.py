@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from raysgd._internal.progress import BarStatus
-from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, PhaseTotals
+from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.base import Callback, LastCall, Trainer, means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
@@ -71,10 +71,6 @@ class ProgressBar(Callback):
         """``train`` or ``validate`` during a call."""
         self._bar: Any = None
         self._next_line_at = 0.0
-        self._timings_before: Sequence[PhaseTotals] = ()
-        """What the workers had measured when the call began."""
-        self._slow_phase: Mapping[str, str] = {}
-        """The phase that takes longest, and its fraction, unless it is computing."""
         self._logs_above = contextlib.ExitStack()
 
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BarStatus]) -> None:
@@ -105,20 +101,7 @@ class ProgressBar(Callback):
         if total is not None:
             total += num_done - num_batches
         num_samples = sum(each.num_samples for each in progress) * num_done / num_batches
-        self._slow_phase = self._find_slow_phase(progress) if kind == "train" else {}
         self._show(trainer, label, num_done, total, num_samples, latest)
-
-    def _find_slow_phase(self, progress: Sequence[BarStatus]) -> Mapping[str, str]:
-        timings = [each.timing for each in progress if each.timing is not None]
-        if len(timings) != len(self._timings_before):
-            self._timings_before = timings
-        changes, phases = list(zip(timings, self._timings_before, strict=True)), range(len(PHASES))
-        seconds = [sum(new.seconds[i] - old.seconds[i] for new, old in changes) for i in phases]
-        longest = max(phases, key=lambda phase: seconds[phase])
-        computing_s = sum(seconds[phase] for phase in (COPY, FORWARD, BACKWARD, OPTIMIZER))
-        if seconds[longest] <= max(computing_s, 1.0):
-            return {}
-        return {PHASES[longest]: f"{100 * seconds[longest] / sum(seconds):.0f}%"}
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, f"train {trainer.epoch}", metrics)
@@ -137,7 +120,7 @@ class ProgressBar(Callback):
     def _begin(self, trainer: Trainer, kind: str, label: str) -> None:
         self._close()
         self._kind = kind
-        self._started, self._timings_before, self._slow_phase = time.perf_counter(), (), {}
+        self._started = time.perf_counter()
         self._first_step = trainer.global_step
         self._next_line_at = time.monotonic() + _LINE_EVERY_S
         if is_interactive():
@@ -169,7 +152,8 @@ class ProgressBar(Callback):
         }
         if num_samples is not None:
             shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
-        shown |= self._slow_phase
+        if self._kind == "train":
+            shown |= _slow_phase(trainer)
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
         shares = [event.shares for event in trainer.events if event.shares][-1:]
         if shares and len(set(shares[0])) > 1:
@@ -231,6 +215,17 @@ def _position_in_run(trainer: Trainer, epoch: int) -> str:
     """Return "epoch 2/8", or "epoch 2" if a number of steps or a duration limits the `fit`."""
     has_end = trainer.num_epochs is not None and trainer.num_epochs < sys.maxsize
     return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"
+
+
+def _slow_phase(trainer: Trainer) -> dict[str, str]:
+    """Return the phase that takes longest, and its fraction, unless it is computing."""
+    workers = trainer.speed().workers
+    totals = {name: sum(w.num_steps * w.seconds[name] for w in workers) for name in PHASES}
+    computing_s = sum(w.num_steps * w.computing_s for w in workers)
+    longest = max(totals, key=lambda name: totals[name])
+    if totals[longest] <= max(computing_s, 1.0):
+        return {}
+    return {longest: f"{totals[longest] / sum(totals.values()):.0%}"}
 
 
 def _describe_samples(trainer: Trainer, metrics: Mapping[str, Any]) -> str:

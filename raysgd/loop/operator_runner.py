@@ -137,7 +137,7 @@ class OperatorRunner(Runner, ABC):
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
         source, snapshots, now = loop.source, loop.snapshots, train_state.position
-        call_record, timing = loop.call_record, train_state.timing.totals
+        call_record = loop.call_record
         num_copies = train_state.context.world_size if is_merged else 1
         position = progress.ReportedPosition(
             epoch=now.epoch,
@@ -154,12 +154,11 @@ class OperatorRunner(Runner, ABC):
             total_batches=None if running is None else running.total_steps,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
             latest_metrics={} if meters is None else self._metric_reader.read(meters),
-            timing=timing,
         )
         measured = progress.Measurements(
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
-            timing=timing,
+            timing=train_state.timing.totals,
             log_points=call_record.unacknowledged_points(acknowledged_step),
         )
         bad_steps = (bad_step for feature in features for bad_step in feature.bad_steps)

@@ -10,11 +10,12 @@ import pytest
 import tqdm.auto
 
 from raysgd._internal.progress import BarStatus
-from raysgd._internal.step_timing import PHASES, PhaseTotals
+from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks import EarlyStopping, EpochLines, ProgressBar
 from raysgd.callbacks import progress as module
 from raysgd.callbacks.base import LastCall
 from raysgd.elastic.events import Event
+from raysgd.elastic.speed import SpeedReport, WorkerSpeed
 
 
 class Terminal(io.StringIO):
@@ -32,6 +33,7 @@ class FakeTrainer:
     num_epochs = None
     last_call = stop_reason = None
     events = ()
+    speed = SpeedReport
 
 
 @pytest.fixture
@@ -54,19 +56,18 @@ def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
     )
 
 
-def timed(num_batches, **seconds):
-    totals = PhaseTotals(tuple(seconds.get(name, 0.0) for name in PHASES))
-    return progress(num_batches)._replace(timing=totals)
-
-
 def test_a_bar_shows_the_longest_phase_unless_it_is_computing(terminal):
     bar, trainer = ProgressBar(), FakeTrainer()
-    bar.on_progress(trainer, "train", [])
-    bar.on_progress(trainer, "train", [timed(1, data=100.0, forward=9.0)] * 2)
-    assert "%" not in terminal.getvalue().rpartition("workers")[2], "it was before this call"
-    bar.on_progress(trainer, "train", [timed(2, data=106.0, forward=11.0)] * 2)
+
+    def train(**seconds):
+        row = {**dict.fromkeys(PHASES, 0.0), **seconds}
+        worker = WorkerSpeed(rank=0, host="", num_steps=2, samples_per_s=1.0, seconds=row)
+        trainer.speed = lambda: SpeedReport(workers=[worker] * 2)
+        bar.on_progress(trainer, "train", [progress(1)] * 2)
+
+    train(data=3.0, forward=1.0)
     assert "data=75%" in terminal.getvalue()
-    bar.on_progress(trainer, "train", [timed(3, data=106.0, forward=13.0, backward=3.0)] * 2)
+    train(data=3.0, forward=2.0, backward=1.5)
     assert "%" not in terminal.getvalue().rpartition("samples/s")[2]
 
 
