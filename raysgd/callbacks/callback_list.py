@@ -310,14 +310,12 @@ def as_callbacks(
         TypeError: if one is not an instance of Callback.
         ValueError: if one needs a folder, and the trainer has no `logdir`, or if two save into one.
     """
-    if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"{caller} takes a list of callbacks, not {callbacks!r}.")
-    checked = list(callbacks)
+    checked: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [None]
     for callback in checked:
         if not isinstance(callback, Callback):
             raise TypeError(
-                f"{caller}: {callback!r} is not an instance of a subclass of "
-                "raysgd.callbacks.Callback."
+                f"{caller} takes a list of instances of subclasses of raysgd.callbacks.Callback, "
+                f"not {callbacks!r}."
             )
         if callback.needs_logdir and logdir is None:
             raise ValueError(
