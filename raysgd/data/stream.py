@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._internal.arguments import as_int, check_flags, is_number
-from raysgd.data.formats import RecordError, Records
+from raysgd.data.records import RecordError, Records
 from raysgd.errors import CheckpointError
 
 SampleKey = tuple[int, int]

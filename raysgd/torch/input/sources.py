@@ -23,8 +23,8 @@ from torch.utils.data import (
 
 from raysgd._internal.collectives import Collectives
 from raysgd.data import Dataset as ItemDataset
-from raysgd.data.formats import Records
 from raysgd.data.partition import BY_WORKERS, StepLayout
+from raysgd.data.records import Records
 from raysgd.data.source import (
     BatchSource,
     PartitionedSource,

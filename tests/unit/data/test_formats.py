@@ -20,7 +20,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from raysgd.data import Stream, formats, jsonl, parquet, tar, text
-from raysgd.data.formats import RecordError
+from raysgd.data import records as module
+from raysgd.data.records import RecordError
 
 
 def write_tar(path, members):
@@ -45,7 +46,7 @@ def write_tar(path, members):
     ],
 )
 def test_lines_and_blank_lines(tmp_path, monkeypatch, open_records, content, expected, block, end):
-    monkeypatch.setattr(formats, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(formats, "BLOCK_BYTES", block)
     (tmp_path / "data").write_bytes(content + end)
     records = open_records(tmp_path / "data", cache_dir=tmp_path / "cache")
     assert records.read(range(len(records))) == expected
@@ -102,7 +103,7 @@ def test_stamp_of_a_file_depends_on_its_name_size_and_time_but_not_on_its_folder
 
 
 def test_files_match_a_pattern_in_the_order_of_their_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: pytest.fail("it waits"))
     for name in ("b2", "a", "b1", "c"):
         (tmp_path / name).write_text(name)
     paths = [tmp_path / "c", str(tmp_path / "b?"), tmp_path / "c"]
@@ -176,7 +177,7 @@ def test_error_of_the_cache_names_the_file_and_the_argument(tmp_path, monkeypatc
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match=f"{name}: raysgd cannot use.*/file.*cache_dir="):
         text(tmp_path / name, cache_dir=tmp_path / "file")
-    monkeypatch.setattr(formats, "replacing", full)
+    monkeypatch.setattr(module, "replacing", full)
     with pytest.raises(RuntimeError, match=f"{name}: raysgd cannot use.*No space.*cache_dir="):
         text(tmp_path / name, cache_dir=tmp_path / "cache")
 
@@ -241,7 +242,7 @@ COMPRESS = {
 def test_all_parts_of_a_compressed_file_are_read_or_an_error_names_it(
     tmp_path, monkeypatch, ending
 ):
-    monkeypatch.setattr(formats.time, "sleep", lambda seconds: pytest.fail("it tries again"))
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: pytest.fail("it tries again"))
     first, second = (COMPRESS[ending](os.urandom(5000)) for _ in range(2))
     path = tmp_path / f"data.{ending}"
     path.write_bytes(COMPRESS[ending](b"1\n") + COMPRESS[ending](b"2\n"))
@@ -275,7 +276,7 @@ def test_file_that_cannot_be_read_is_named_and_leaves_nothing_in_the_cache(
     tmp_path, monkeypatch, name, content, message
 ):
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr(formats.time, "sleep", lambda seconds: pytest.fail("it tries again"))
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: pytest.fail("it tries again"))
     (tmp_path / name).write_bytes(content)
     kinds = {"tar": tar, "tgz": tar, "parquet": parquet}
     open_records = kinds.get(name.rpartition(".")[2], text)
@@ -288,7 +289,7 @@ def test_file_that_cannot_be_read_is_named_and_leaves_nothing_in_the_cache(
 
 
 def test_few_files_stay_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_MAX_OPEN", 2)
+    monkeypatch.setattr(module, "_MAX_OPEN", 2)
     for name in "abc":
         (tmp_path / name).write_text(name)
     records = text(str(tmp_path / "?"), cache_dir=tmp_path / "cache")
@@ -339,7 +340,7 @@ class Failing(io.BytesIO):
 
 
 def test_remote_file_is_opened_once_and_again_after_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     fsspec.register_implementation("counting", Counting, clobber=True)
     for name, change in (("a.txt", bytes), ("a.gz", gzip.compress)):
         with Counting("mine").open(f"/{name}", "wb") as file:
@@ -386,7 +387,7 @@ def test_request_is_tried_again_and_a_new_signature_makes_no_other_file(
     tmp_path, monkeypatch, server
 ):
     waits = []
-    monkeypatch.setattr(formats.time, "sleep", waits.append)
+    monkeypatch.setattr(module.time, "sleep", waits.append)
     server.status = [503, 503]
     records = [text(f"{server.url}?s={n}*", cache_dir=tmp_path) for n in range(2)]
     assert [list(Stream(each)) for each in records] == [["1", "2"]] * 2
@@ -400,7 +401,7 @@ def test_request_is_tried_again_and_a_new_signature_makes_no_other_file(
 )
 def test_error_of_a_server_is_named(tmp_path, monkeypatch, server, status, error, num_waits):
     waits = []
-    monkeypatch.setattr(formats.time, "sleep", waits.append)
+    monkeypatch.setattr(module.time, "sleep", waits.append)
     server.status = [status] * 20
     with pytest.raises(error, match=rf"data\.gz(.*{status})?") as raised:
         text(server.url, cache_dir=tmp_path)

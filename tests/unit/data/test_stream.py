@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.data import Stream, formats, jsonl, mix, parquet, tar, text
-from raysgd.data.formats import RecordError
+from raysgd.data import Stream, jsonl, mix, parquet, tar, text
+from raysgd.data import records as module
+from raysgd.data.records import RecordError
 from raysgd.data.stream import SampleKeys, check_files, file_stamps
 from raysgd.errors import CheckpointError
 
@@ -193,7 +194,7 @@ def flaky(tmp_path):
 
 def test_remote_files_are_read_again_after_errors(tmp_path, flaky, monkeypatch):
     waits = []
-    monkeypatch.setattr(formats.time, "sleep", waits.append)
+    monkeypatch.setattr(module.time, "sleep", waits.append)
     with flaky().open("/data/a.txt", "wb") as file:
         file.write(b"0\n1\n2\n")
     flaky.failures.extend([TimeoutError(), ConnectionResetError()])
