@@ -16,7 +16,6 @@ import os
 import re
 import tarfile
 import time
-import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -142,7 +141,7 @@ class Records(ABC):
         return f"{len(self.paths)} files with {len(self)} records"
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = ("_close_files", "_files", "_pid", "_tables")
+        transient = ("_files", "_pid", "_tables")
         kept = {key: value for key, value in vars(self).items() if key not in transient}
         return {**kept, "_versions": {}}
 
@@ -155,13 +154,16 @@ class Records(ABC):
         self._pid = os.getpid()
         self._files: OrderedDict[int, Any] = OrderedDict()
         self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        # `__del__` could come after the files of a reference cycle have warned that they are open.
-        self._close_files = weakref.finalize(self, _close_all, self._files)
 
     def close(self) -> None:
         """Close the files. The next read opens them, and finds out whether they have changed."""
-        self._close_files()
+        for file in self._files.values():
+            file.close()
         self._reset_files()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # fsspec cannot close a file when Python exits
+            self.close()
 
     def stamps(self) -> list[int]:
         """Return a number for each file that changes with its name, size, and version."""
@@ -418,9 +420,3 @@ def consecutive_runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[
     """Yield (start, stop) of the runs in which each value is `step` more than the one before."""
     bounds = (values[1:] - values[:-1] != step).nonzero()[0] + 1
     return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))
-
-
-def _close_all(files: Mapping[int, Any]) -> None:
-    with contextlib.suppress(Exception):  # fsspec cannot close a file when Python exits
-        for file in files.values():
-            file.close()

@@ -1,9 +1,7 @@
 """Files of records: the content of records, open files, and the cache."""
 
 import bz2
-import copy
 import errno
-import gc
 import gzip
 import http.server
 import io
@@ -12,7 +10,6 @@ import os
 import sys
 import tarfile
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -420,18 +417,3 @@ def test_remote_file_that_changes_is_an_error_in_the_next_epoch(tmp_path):
     write(b"2\n3\n")
     with pytest.raises(RuntimeError, match=r"changing\.txt changed while it was read"):
         stream.read(1, [0])
-
-
-def test_files_of_a_reference_cycle_are_closed_before_they_warn(tmp_path):
-    (tmp_path / "data.txt").write_text("1\n2\n")
-    older = text(tmp_path / "data.txt", cache_dir=tmp_path)
-    older.read([0])
-    records = copy.copy(older)
-    records.itself = records
-    records._files.update(older._files)  # files that are older than their owner are collected first
-    older._files.clear()
-    del older, records
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gc.collect()
-    assert not caught
