@@ -72,9 +72,3 @@ class Dataset:
         return self.fetch([index])[0]
 
     __getitems__ = fetch  # a DataLoader calls this for each batch
-
-    def __getattr__(self, name: str) -> Any:
-        hint = ""
-        if name in ("set_num_shards", "get_shard"):  # of RaySGD
-            hint = ": trainer.train(dataset=...) partitions the items across the workers"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.data import Dataset as ItemDataset
 from raysgd.torch import constants
 from raysgd.utils import NUM_SAMPLES, AverageMeterCollection, override
 from tests.conftest import run_python
@@ -397,12 +396,6 @@ def test_arguments_and_attributes_of_the_trainer(caplog):
     os.rmdir(trainer.temp_dir)
     assert trainer.train(num_steps=3.0)["batch_count"] == 3
     assert trainer.train(num_steps=np.int32(2))["batch_count"] == 2
-
-
-def test_methods_that_shard_a_dataset_explain_that_it_shards_itself():
-    for name in ("set_num_shards", "get_shard"):
-        with pytest.raises(AttributeError, match="partitions the items"):
-            getattr(ItemDataset([1, 2]), name)
 
 
 def test_meters_count_samples_and_override_rejects_unknown_methods():
