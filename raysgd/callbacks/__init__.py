@@ -15,8 +15,11 @@ from raysgd.callbacks.base import History as History
 from raysgd.callbacks.base import LastCall as LastCall
 from raysgd.callbacks.base import LoggerCallback as LoggerCallback
 from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
-from raysgd.callbacks.file_loggers import CsvLogger as CsvLogger
-from raysgd.callbacks.file_loggers import JsonlLogger as JsonlLogger
+from raysgd.callbacks.loggers import CsvLogger as CsvLogger
+from raysgd.callbacks.loggers import JsonlLogger as JsonlLogger
+from raysgd.callbacks.loggers import MLflowLogger as MLflowLogger
+from raysgd.callbacks.loggers import TensorBoardLogger as TensorBoardLogger
+from raysgd.callbacks.loggers import WandbLogger as WandbLogger
 from raysgd.callbacks.measurements import DeviceStats as DeviceStats
 from raysgd.callbacks.measurements import LearningRateLogger as LearningRateLogger
 from raysgd.callbacks.measurements import ModelSummary as ModelSummary
@@ -24,9 +27,6 @@ from raysgd.callbacks.measurements import TorchProfiler as TorchProfiler
 from raysgd.callbacks.progress import EpochLines as EpochLines
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
 from raysgd.callbacks.report import RunReport as RunReport
-from raysgd.callbacks.service_loggers import MLflowLogger as MLflowLogger
-from raysgd.callbacks.service_loggers import TensorBoardLogger as TensorBoardLogger
-from raysgd.callbacks.service_loggers import WandbLogger as WandbLogger
 from raysgd.callbacks.stopping import EarlyStopping as EarlyStopping
 from raysgd.callbacks.stopping import TerminateOnNaN as TerminateOnNaN
 

@@ -14,7 +14,7 @@ from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.paths import as_path, without_secrets
 from raysgd._internal.progress import BarStatus
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.file_loggers import JsonlLogger
+from raysgd.callbacks.loggers import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.report import RunReport
 from raysgd.errors import CallbackError

@@ -13,7 +13,7 @@ from typing import Any
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
 from raysgd._internal.values import json_dict, numbers_in
-from raysgd.callbacks.service_loggers import MLflowRun, absolute_uri, board_class
+from raysgd.callbacks.loggers import MLflowRun, absolute_uri, board_class
 from raysgd.train import constants
 from raysgd.train.callbacks.callback import FileCallback
 
@@ -64,7 +64,7 @@ class _ServiceCallback(FileCallback):
     """Logs the numbers that one worker reports to a run of a service."""
 
     _run: Any = None
-    """A writer of `raysgd.callbacks.service_loggers`. `_begin` opens it."""
+    """A writer of `raysgd.callbacks.loggers`. `_begin` opens it."""
     _step = 0  # of the newest report
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raysgd._internal.files import TEMPORARY_NAME, temporary_name
-from raysgd.callbacks.file_loggers import _rewrite
+from raysgd.callbacks.loggers import _rewrite
 from raysgd.callbacks.report import make_report
 from raysgd.checkpoint import save_model, write_file
 from raysgd.train.result import append_report
