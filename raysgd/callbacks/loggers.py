@@ -109,11 +109,11 @@ class CsvLogger(LoggerCallback):
 
 def _rewrite(path: Path, columns: Sequence[str]) -> None:
     with replacing(path) as file:
-        writer = csv.DictWriter(codecs.getwriter("utf-8")(file), columns)
+        text = codecs.getwriter("utf-8")(file)
+        writer = csv.DictWriter(text, columns, extrasaction="ignore")
         writer.writeheader()
         with path.open(encoding="utf-8", newline="") as old:
-            for row in csv.DictReader(old):  # a row may be cut off or too long
-                writer.writerow({name: row.get(name) or "" for name in columns})
+            writer.writerows(csv.DictReader(old))  # a row may be cut off or too long
 
 
 def _common_fields(trainer: Trainer, call: LastCall) -> dict[str, Any]:
