@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import pickle
 import re
@@ -12,12 +11,10 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd._internal.nonfinite import Finiteness, find_newly_nonfinite, finiteness
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointFolder, name_numbers
-from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.constants import TIMESTAMP
 from raysgd.train.result_queue import TrainingResult
@@ -63,28 +60,12 @@ class RunCheckpoints(CheckpointFolder):
         """Continue with the checkpoints of an earlier run in the folder.
 
         Return the manifest of the newest intact checkpoint. Its ``global_step`` is the number of
-        reports up to it. Raise CheckpointError if there are checkpoints, but none can be loaded. A
-        checkpoint is damaged if an array has NaN or infinity, and is finite in the oldest one that
-        has the array in this shape.
+        reports up to it. Raise CheckpointError if there are checkpoints, but none can be loaded.
         """
         names = [] if self.folder is None else self._names()
         if not names:
             return None
-        arrays_of = functools.cache(_arrays_in)
-
-        def read(path: str) -> tuple[bytes, Manifest | None]:
-            blob, manifest = read_pickle(path)
-            bad = {name: each for name, each in _arrays_in(path, blob).items() if not each[1]}
-            for older in reversed(names[names.index(Path(path).name) + 1 :]):
-                if not bad:  # as usual, or all were not finite from the start, such as masks
-                    break
-                found = arrays_of(self._path_of(older))
-                if name := find_newly_nonfinite(bad, found):
-                    raise CheckpointError(f"{name} has NaN or infinity.")
-                bad = {name: each for name, each in bad.items() if found.get(name) != each}
-            return blob, manifest
-
-        newest, self.newest_blob, manifest = self._load_first(names, read)
+        newest, self.newest_blob, manifest = self._load_first(names, read_pickle)
         self._read_manifests(names)
         (self.number,), self.has_saved = name_numbers(newest), True
         return manifest
@@ -165,10 +146,3 @@ class RunCheckpoints(CheckpointFolder):
 
     def _path_of(self, name: str) -> Path:
         return Path(self._folder.child(name).name)
-
-
-def _arrays_in(path: str | Path, blob: bytes | None = None) -> Finiteness:
-    try:
-        return finiteness(pickle.loads(blob or read_pickle(path)[0]))
-    except Exception:  # it is damaged, or needs a class that the driver does not have
-        return {}

@@ -4,7 +4,6 @@ import os
 from types import SimpleNamespace
 
 import cloudpickle
-import numpy as np
 import pytest
 
 from raysgd._internal.values import scalars
@@ -115,14 +114,3 @@ def test_a_new_process_continues_with_the_checkpoints_on_disk(tmp_path):
     assert found.best_path.name == "checkpoint_000003"
     assert [numbers["epoch"] for _, numbers in found.best_checkpoints()] == [2, 1, 0]
     assert RunCheckpoints(tmp_path / "none").restore() is None
-
-
-def test_a_new_process_skips_checkpoints_whose_arrays_were_finite_before(tmp_path, caplog):
-    saved = RunCheckpoints(tmp_path)
-    for epoch, weight in enumerate((1.0, 1.0, np.nan, np.nan)):
-        history = np.array([0.5] + epoch * [np.nan])  # may grow by NaN
-        keep(saved, {"w": np.array([weight]), "history": history})
-    found = RunCheckpoints(tmp_path)
-    assert found.restore() is not None
-    assert (found.number, found.latest_path.name) == (2, "checkpoint_000002")
-    assert [text.endswith("w has NaN or infinity.") for text in caplog.messages] == [True] * 2
