@@ -474,9 +474,9 @@ class OperatorTrainer(TrainerProperties):
             ValueError: if `override_tune_step` does not take two arguments.
         """
         arguments = cls._trial_arguments(trainer_kwargs)
-        from raysgd.trials import operators
+        from raysgd.trials import trainable_class
 
-        return operators.trainable_class(cls, override_tune_step, arguments)
+        return trainable_class(cls, override_tune_step, arguments)
 
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd.tf.trainer import TFTrainer
-from raysgd.trials.operators import BaseTrainable
+from raysgd.trials import BaseTrainable
 
 
 class TFTrainable(BaseTrainable):

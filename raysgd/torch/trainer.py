@@ -192,6 +192,4 @@ def _check_operator(operator_cls: Any) -> None:
 
 
 # Older scripts import it from here. It needs Ray Tune.
-__getattr__ = lazy_names(
-    "raysgd.torch", {"BaseTorchTrainable": "raysgd.trials.operators:BaseTorchTrainable"}
-)
+__getattr__ = lazy_names("raysgd.torch", {"BaseTorchTrainable": "raysgd.trials:BaseTorchTrainable"})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raysgd.trials import CHECKPOINT
-
 TIMESTAMP = "_timestamp"
 TIME_THIS_ITER_S = "_time_this_iter_s"
 TRAINING_ITERATION = "_training_iteration"
@@ -20,7 +18,7 @@ ALL_RESERVED_KEYS = {PYTORCH_PROFILER_KEY}
 DEFAULT_RESULTS_DIR = Path("~/ray_results").expanduser()
 RESULT_FILE_JSON = "results.json"
 TRAIN_CHECKPOINT_SUBDIR = "checkpoints"
-TUNE_CHECKPOINT_FILE_NAME = CHECKPOINT
+TUNE_CHECKPOINT_FILE_NAME = "checkpoint"
 
 ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV = "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"
 TRAIN_ENABLE_WORKER_SPREAD_ENV = "TRAIN_ENABLE_WORKER_SPREAD"

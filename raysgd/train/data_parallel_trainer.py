@@ -274,7 +274,7 @@ def function_trainable(
     name: str, trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
 ) -> type[Any]:
     """Return a class of trials. `trial_trainer` returns the trainer for the config of a trial."""
-    from raysgd.trials.functions import FunctionTrainable
+    from raysgd.trials import FunctionTrainable
 
     # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
     return type(name, (FunctionTrainable,), {"trial_trainer": staticmethod(trial_trainer)})

@@ -65,8 +65,8 @@ def test_the_class_is_a_trainable_with_a_name_that_tune_finds_again():
 
 def test_without_tune_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.tune", None)
-    monkeypatch.delitem(sys.modules, "raysgd.trials.operators")
-    monkeypatch.delattr("raysgd.trials.operators")
+    monkeypatch.delitem(sys.modules, "raysgd.trials")
+    monkeypatch.delattr("raysgd.trials")
     with pytest.raises(RuntimeError, match=r'pip install "raysgd\[tune\]"'):
         make_class()
 
