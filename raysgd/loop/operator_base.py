@@ -13,7 +13,7 @@ from raysgd._internal.arguments import check_number
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import check_rows, try_copy
 from raysgd._internal.timers import TimerCollection
-from raysgd.loop.segment import Segment
+from raysgd.loop.segment import Segment, allow_split
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.update import MicroBatchMetrics
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, on_cpu
@@ -33,8 +33,11 @@ class OperatorBase:
     """The properties and methods that operators of all frameworks offer to users."""
 
     _train_state: TrainState
-    predict_batch: Any
-    validate_batch: Any
+    scheduler_step_freq: str | None = None
+    step_schedulers: Callable[[], None]
+    train_batch: Callable[..., Any]
+    validate_batch: Callable[..., Any]
+    predict_batch: Callable[..., Any]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
@@ -78,8 +81,6 @@ class OperatorBase:
         self._train_state.user_set_step = self._train_state.position.global_step, value
 
     if TYPE_CHECKING:
-        train_epoch: Callable[..., Any]
-        train_batch: Callable[..., Any]
         train_loader: Any
         """This worker's part of the registered train loader."""
         validation_loader: Any
@@ -134,6 +135,46 @@ class OperatorBase:
         """Return how the workers read each registered loader, and where a resumed run begins."""
         return self._train_state.data.describe()
 
+    def train_epoch(
+        self,
+        iterator: Iterator[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Train on every batch of `iterator`, and return the metrics by name.
+
+        An override must step the schedulers of PyTorch. It may have the older signature ``(self,
+        iterator, info)``.
+
+        Args:
+            iterator: This worker's batches, or parts of them. It ends after `num_steps` batches.
+            info: The `info` of ``trainer.train``, and the keys of ``raysgd.torch.constants``.
+            num_steps: Requested number of batches. None for a whole epoch.
+            epoch_idx: Number of completed epochs.
+        """
+        self._begin_epoch(num_steps)
+        train_state = self._train_state
+        meters = train_state.meters = AverageMeterCollection()
+        batch_idx = train_state.position.global_step - train_state.position.call_start_step
+        per_batch = self.scheduler_step_freq == "batch"
+        for batch in allow_split(iterator):
+            batch_info = self._batch_info(info, batch_idx, epoch_idx, iterator)
+            try:
+                self._hold_metrics(self.train_batch(batch, batch_info))
+            except BaseException:
+                if per_batch and train_state.update.should_commit(raised=True):
+                    self.step_schedulers()  # the step counts as done
+                raise
+            if not batch_idx:
+                self._check_first_batch(batch)
+            batch_idx += train_state.update.micro_batch.ends_step
+            if per_batch and train_state.update.in_last_micro_batch:
+                self.step_schedulers()
+        if self.scheduler_step_freq == "epoch" and self._loop_ends_epoch():
+            self.step_schedulers()
+        return self._finish_epoch(meters)
+
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -161,6 +202,12 @@ class OperatorBase:
         return meters.summary()
 
     # ---- for subclasses
+
+    def _begin_epoch(self, num_steps: int | None) -> None:
+        """Prepare an epoch of the default `train_epoch`."""
+
+    def _check_first_batch(self, batch: Any) -> None:
+        """Check the first batch of a call, after its step."""
 
     def _eval_mode(self) -> contextlib.AbstractContextManager[object]:
         """Set eval mode, and return a context for evaluating batches."""
@@ -249,10 +296,11 @@ def bind_epoch(
     info = {
         **info,
         NUM_STEPS: iterator.max_steps,
-        SCHEDULER_STEP: getattr(operator, "scheduler_step_freq", None),
+        SCHEDULER_STEP: operator.scheduler_step_freq,
         USE_FP16: operator.use_fp16,
     }
-    parameters = inspect.signature(operator.train_epoch).parameters
+    train_epoch: Callable[..., Any] = operator.train_epoch
+    parameters = inspect.signature(train_epoch).parameters
     kinds = [each.kind for each in parameters.values()]
     named: dict[str, Any] = {"num_steps": iterator.max_steps, "epoch_idx": epoch_idx}
     positional = []
@@ -263,7 +311,7 @@ def bind_epoch(
         named["info"] = info
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         named = {name: value for name, value in named.items() if name in parameters}
-    return functools.partial(operator.train_epoch, iterator, *positional, **named)
+    return functools.partial(train_epoch, iterator, *positional, **named)
 
 
 def as_metrics(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:

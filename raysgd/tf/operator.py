@@ -13,15 +13,13 @@ Users can override any of these methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import as_int, check_flags, suggest_arguments
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, as_list
-from raysgd.loop.segment import allow_split
-from raysgd.metrics import AverageMeterCollection
 
 if TYPE_CHECKING:
     from raysgd.tf.train_state import KerasTrainState
@@ -49,33 +47,6 @@ class TrainingOperator(OperatorBase):
         self._train_state = train_state
 
     # ---- methods to override
-
-    def train_epoch(
-        self,
-        iterator: Iterator[Any],
-        info: dict[str, Any] | None = None,
-        num_steps: int | None = None,
-        epoch_idx: int = 0,
-    ) -> dict[str, Any]:
-        """Train on every batch of `iterator` and return the metrics.
-
-        Args:
-            iterator: This worker's batches. It ends after `num_steps` batches.
-            info: The dict of ``trainer.train(info=...)``.
-            num_steps: Number of batches. None for a whole epoch.
-            epoch_idx: Number of completed epochs.
-        """
-        train_state = self._train_state
-        # An override may call this without `num_steps`.
-        if num_steps is None and getattr(train_state.segment, "max_steps", None) is None:
-            train_state.data.check_end()
-        meters = train_state.meters = AverageMeterCollection()
-        batch_idx = train_state.position.global_step - train_state.position.call_start_step
-        for batch in allow_split(iterator):
-            batch_info = self._batch_info(info, batch_idx, epoch_idx)
-            self._hold_metrics(self.train_batch(batch, batch_info))
-            batch_idx += train_state.update.micro_batch.ends_step
-        return self._finish_epoch(meters)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train on one batch: forward, loss, gradients, update.
@@ -255,6 +226,11 @@ class TrainingOperator(OperatorBase):
         return self._train_state.graphs.run(function, tensors)
 
     # ---- helpers
+
+    def _begin_epoch(self, num_steps: int | None) -> None:
+        # An override may call `train_epoch` without `num_steps`.
+        if num_steps is None and getattr(self._train_state.segment, "max_steps", None) is None:
+            self._train_state.data.check_end()
 
     def _only_registered(self, what: str) -> Any:
         registered = self._train_state.models if what == "model" else self._train_state.optimizers

@@ -18,7 +18,7 @@ Override any of these methods, or none.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTH
 from raysgd.loop.creators import creator_class
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.operator_base import OperatorBase
-from raysgd.loop.segment import allow_split
-from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, Sums, ratio
+from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.creators import TorchCreators
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.input.batches import (
@@ -101,48 +100,6 @@ class TrainingOperator(OperatorBase):
 
     # ---- methods to override
 
-    def train_epoch(
-        self,
-        iterator: Iterator[Any],
-        info: dict[str, Any] | None = None,
-        num_steps: int | None = None,
-        epoch_idx: int = 0,
-    ) -> dict[str, Any]:
-        """Train on every batch of `iterator`, and return the metrics by name.
-
-        An override must step the schedulers. It may have the older signature ``(self, iterator,
-        info)``.
-
-        Args:
-            iterator: This worker's batches, or parts of them. It ends after `num_steps` batches.
-            info: The `info` of ``trainer.train``, and the keys of ``raysgd.torch.constants``.
-            num_steps: Requested number of batches. None for a whole epoch.
-            epoch_idx: Number of completed epochs.
-        """
-        train_state = self._train_state
-        if not train_state.keeps_modes:
-            self.train_mode(True)
-        train_state.keeps_modes = False
-        meters = train_state.meters = AverageMeterCollection()
-        batch_idx = train_state.position.global_step - train_state.position.call_start_step
-        per_batch = self.scheduler_step_freq == "batch"
-        for batch in allow_split(iterator):
-            batch_info = self._batch_info(info, batch_idx, epoch_idx, iterator)
-            try:
-                self._hold_metrics(self.train_batch(batch, batch_info))
-            except BaseException:
-                if per_batch and train_state.update.should_commit(raised=True):
-                    self.step_schedulers()  # the step counts as done
-                raise
-            if not batch_idx:
-                self._warn_of_masked_labels(batch)
-            batch_idx += train_state.update.micro_batch.ends_step
-            if per_batch and train_state.update.in_last_micro_batch:
-                self.step_schedulers()
-        if self.scheduler_step_freq == "epoch" and self._loop_ends_epoch():
-            self.step_schedulers()
-        return self._finish_epoch(meters)
-
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train ``self.model`` on one batch: forward, loss, backward, optimizer step.
 
@@ -199,7 +156,7 @@ class TrainingOperator(OperatorBase):
         """
         return None
 
-    def _warn_of_masked_labels(self, batch: Any) -> None:
+    def _check_first_batch(self, batch: Any) -> None:
         """Warn if a loss counts samples, although losses usually ignore some of the labels."""
         train_state = self._train_state
         is_weighted = train_state.registered.accumulation_steps > 1 or self.world_size > 1
@@ -289,6 +246,11 @@ class TrainingOperator(OperatorBase):
         read = ParsedBatch(tuple(batch), {}, None) if is_feature else parse_batch(batch, model)
         with self.autocast():
             return scores_in(model(*read.arguments, **read.keywords))
+
+    def _begin_epoch(self, num_steps: int | None) -> None:
+        if not self._train_state.keeps_modes:
+            self.train_mode(True)
+        self._train_state.keeps_modes = False
 
     def _eval_mode(self) -> contextlib.AbstractContextManager[object]:
         self.train_mode(False)
