@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -77,7 +76,7 @@ class BaseTrainable(Trainable):
         self.trainer = self._create_trainer(config)
         apply = self.trainer.apply_all_operators
         self._has_validation = apply(has_validation_loader)[0]
-        self._initial_options = apply(self.trainer._optimizer_options.initial_options)[0]
+        self._initial_options = apply(lambda op: op._train_state.initial_options())[0]
 
     def _create_trainer(self, config: dict[str, Any]) -> Any:
         arguments = self.trainer_arguments(config)
@@ -105,10 +104,11 @@ class BaseTrainable(Trainable):
         """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
         saved = Path(checkpoint) / _OPTIONS
-        initial, rescale = self._initial_options, self.trainer._optimizer_options.rescale_options
-        loaded = json.loads(saved.read_text()) if saved.exists() else initial
-        if loaded != initial:
-            self.trainer.apply_all_operators(functools.partial(rescale, loaded, initial))
+        now = self._initial_options
+        then = json.loads(saved.read_text()) if saved.exists() else now
+        if then != now:
+            apply = self.trainer.apply_all_operators
+            apply(lambda operator: operator._train_state.rescale_options(then, now))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()

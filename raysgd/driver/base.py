@@ -8,7 +8,6 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
@@ -51,8 +50,6 @@ class OperatorTrainer(TrainerProperties):
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
 
     _options_cls: type[Options]
-    _optimizer_options: ModuleType
-    """Module that changes the options of optimizers for the config of a trial."""
     _merge_shards: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     _concatenate: Callable[[Sequence[Any]], Any] = staticmethod(np.concatenate)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,9 @@ class TrainState(ABC):
     accumulation_steps: int = 1
     placement: StatePlacement = StatePlacement()
     is_registered = False
+    # What a trial reads and changes: the options of optimizers, which its config sets.
+    initial_options: Callable[[], Any]
+    rescale_options: Callable[[Any, Any], None]
 
     def __init__(self, settings: WorkerSettings, seed: int) -> None:
         self.settings = settings

@@ -92,6 +92,18 @@ class KerasTrainState(TrainState):
             for optimizer, models in zip(self.optimizers, groups, strict=True)
         ]
 
+    def initial_options(self) -> list[float | None]:
+        """Return the learning rates after ``setup``; None for a schedule."""
+        rates = map(_rate_of, self.optimizers)
+        return [rate if rate is None else float(rate) for rate in rates]
+
+    def rescale_options(self, then: list[float | None], now: list[float | None]) -> None:
+        """Multiply each learning rate by the ratio of initial rates, now / then."""
+        for optimizer, old, new in zip(self.optimizers, then, now, strict=True):
+            if old is not None and new is not None and old != new:
+                rate = _rate_of(optimizer)
+                rate.assign(new * (float(rate) / old if old else 1.0))
+
     def warn_of_batch(self, loss: Any, masks: Any) -> None:
         if any(tf.convert_to_tensor(each).shape.rank for each in (loss, *self.models[0].losses)):
             self.warn_of_loss("A loss has a value for each sample, and their gradients add up.")
@@ -151,6 +163,11 @@ class KerasRandomGenerators(RandomGenerators):
         own = (seed for each in vars(self._operator).values() for seed in _seeds_of(each))
         others = {id(seed): seed for seed in own if id(seed) not in models}
         return {"keras_models": list(models.values()), "keras_others": list(others.values())}
+
+
+def _rate_of(optimizer: Any) -> Any:
+    rate = (getattr(optimizer, "inner_optimizer", None) or optimizer).learning_rate
+    return rate if hasattr(rate, "assign") else None  # a schedule returns a tensor
 
 
 def _seeds_of(value: Any) -> Iterator[Any]:

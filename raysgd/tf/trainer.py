@@ -21,7 +21,6 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.creators import Creators, creator_class
 from raysgd.loop.operator_base import check_operator
-from raysgd.tf import optimizer_options
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner
@@ -67,7 +66,6 @@ class TFTrainer(OperatorTrainer):
     """
 
     _options_cls = TFOptions
-    _optimizer_options = optimizer_options
 
     def __init__(
         self,
@@ -168,14 +166,6 @@ class TFTrainer(OperatorTrainer):
     verbose: bool = forward_to("use_tqdm", "Older name of ``use_tqdm``.")
     model_creator = argument("training_operator_cls._model_creator")
     data_creator = argument("training_operator_cls._data_creator")
-
-    @property
-    def workers(self) -> list[Any]:
-        """Raise an error. Older scripts use Ray actors here."""
-        raise AttributeError(
-            "TFTrainer has no attribute workers. Call a function on each worker with "
-            "apply_all_workers(fn) or apply_all_operators(fn)."
-        )
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a file. This is the older name of `load`."""

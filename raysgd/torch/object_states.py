@@ -283,19 +283,19 @@ Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 
-def initial_options(operator: Any) -> Options:
-    """Return the options after ``setup``. Runs on a worker."""
-    groups = [optimizer.param_groups for optimizer in operator._train_state.registered.optimizers]
+def initial_options(train_state: Any) -> Options:
+    """Return the options after ``setup``."""
+    groups = [optimizer.param_groups for optimizer in train_state.registered.optimizers]
     return [[_numbers_of(group) for group in each] for each in groups]
 
 
-def rescale_options(then: Options, now: Options, operator: Any) -> None:
+def rescale_options(train_state: Any, then: Options, now: Options) -> None:
     """Change the options of a loaded state from the initial options `then` to `now`.
 
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value
     becomes a tenth of the new first value.
     """
-    registered = operator._train_state.registered
+    registered = train_state.registered
     for optimizer, groups_then, groups_now in zip(registered.optimizers, then, now, strict=True):
         groups = optimizer.param_groups
         for group, old, new in zip(groups, groups_then, groups_now, strict=True):

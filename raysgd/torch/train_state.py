@@ -18,6 +18,7 @@ from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.torch.features.micro_batching import num_rows
 from raysgd.torch.input.sources import TorchSources
+from raysgd.torch.object_states import initial_options, rescale_options
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import copy_leaf
@@ -62,6 +63,8 @@ class TorchTrainState(TrainState):
 
     copy_leaf = staticmethod(copy_leaf)
     num_rows = staticmethod(num_rows)
+    initial_options = initial_options
+    rescale_options = rescale_options
 
 
 class TorchRandomGenerators(RandomGenerators):

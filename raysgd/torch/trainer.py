@@ -21,7 +21,6 @@ from raysgd.driver.base import OperatorTrainer, known_arguments
 from raysgd.driver.properties import argument
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
-from raysgd.torch import object_states
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import BadSteps, EqualBits, Guard, TorchOptions, without_old_arguments
 from raysgd.torch.runner import TorchRunner
@@ -93,7 +92,6 @@ class TorchTrainer(OperatorTrainer):
     """
 
     _options_cls = TorchOptions
-    _optimizer_options = object_states
     _merge_shards = staticmethod(merge_shards)
 
     def __init__(

@@ -4,7 +4,6 @@ import pytest
 
 from raysgd import TFTrainer
 from raysgd.loop.operator_base import has_validation_loader
-from raysgd.tf.optimizer_options import initial_options, rescale_options
 from tests.tf_operators import Digits, digits, make_model
 
 pytest.importorskip("tensorflow")
@@ -15,12 +14,12 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     from raysgd.tf.state_access import KerasStateAccess
 
     slow, fast = build(Digits, {"lr": 0.01}), build(Digits, {"lr": 0.04})
-    then, now = initial_options(slow), initial_options(fast)
+    then, now = slow._train_state.initial_options(), fast._train_state.initial_options()
     assert has_validation_loader(slow)
     assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
     slow.optimizer.learning_rate.assign(0.005)  # lowered during training
     KerasStateAccess(fast._train_state).load(KerasStateAccess(slow._train_state).read())
-    rescale_options(then, now, fast)
+    fast._train_state.rescale_options(then, now)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
 
 

@@ -101,8 +101,6 @@ def test_creator_functions_train_and_validate(tmp_path):
     with TFTrainer(model_creator, data_creator, config, num_replicas=1, use_local=True) as trainer:
         assert (trainer.model_creator, trainer.data_creator) == (model_creator, data_creator)
         assert (trainer.num_replicas, trainer.verbose) == (1, False)
-        with pytest.raises(AttributeError, match="apply_all_workers"):
-            _ = trainer.workers
         assert {"train_loss", "train_accuracy"} <= set(trainer.train())
         assert trainer.global_step == 20
         validated = trainer.validate()
