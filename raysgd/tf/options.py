@@ -28,11 +28,6 @@ class TFOptions(Options):
     trainer_name = "TFTrainer"
     precisions = (False, True, "mixed_float16", "mixed_bfloat16")
 
-    @property
-    def forms_group_with_tensorflow(self) -> bool:
-        """Whether a worker uses TensorFlow before ``setup``, to form its group."""
-        return self.use_horovod
-
     def allowed_backends(self) -> tuple[str, ...]:
         return ("gloo", "horovod", "tensorflow")
 

@@ -17,7 +17,7 @@ from raysgd.tf.options import TFOptions, TFSettings
 
 
 class TFRunner(OperatorRunner):
-    """Runs one operator. `setup` imports TensorFlow after the environment is set."""
+    """Runs one operator. `prepare` sets the environment, and then imports TensorFlow."""
 
     _options: TFOptions
 
@@ -34,10 +34,14 @@ class TFRunner(OperatorRunner):
             os.environ["CUDA_VISIBLE_DEVICES"] = context.visible_gpus[context.gpu_index]
         elif not self._options.use_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-        if self._options.forms_group_with_tensorflow:
-            _set_threads(context)
-        elif context.distributed:
+        if context.distributed and not self._options.use_horovod:
             postpone_dynamo()
+        with frozen_imports():
+            import tensorflow as tf
+
+        threads = max(1, int(context.num_cpus))
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
 
     def setup(self, context: WorkerContext) -> None:
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
@@ -55,8 +59,6 @@ class TFRunner(OperatorRunner):
         restore(global_state.set_global_attribute, "dtype_policy", policy)
         restore(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
         options = self._options
-        if not (context.in_driver or options.forms_group_with_tensorflow):
-            _set_threads(context)
         if options.use_gpu and not tf.config.list_physical_devices("GPU"):
             raise RuntimeError(
                 f"TensorFlow on worker {context.world_rank} ({context.node_ip}) finds no GPU. "
@@ -97,12 +99,3 @@ def build_operator(operator_cls: type[Any], config: Mapping[str, Any], settings:
     train_state.attributes = vars(operator)
     build_registered(train_state)
     return operator
-
-
-def _set_threads(context: WorkerContext) -> None:
-    with frozen_imports():
-        import tensorflow as tf
-
-    threads = max(1, int(context.num_cpus))
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-    tf.config.threading.set_inter_op_parallelism_threads(threads)

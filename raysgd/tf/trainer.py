@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,12 +12,10 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import load_triton_first
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
-from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.driver.base import OperatorTrainer
 from raysgd.driver.properties import argument
 from raysgd.elastic.config import ElasticConfig
-from raysgd.errors import CheckpointError
 from raysgd.loop.creators import Creators, creator_class
 from raysgd.loop.operator_base import check_operator
 from raysgd.tf.operator import TrainingOperator
@@ -168,15 +165,7 @@ class TFTrainer(OperatorTrainer):
     data_creator = argument("training_operator_cls._data_creator")
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Load a file. This is the older name of `load`."""
-        with Location(path).open(downloads=False) as file:
-            is_pickle = file.read(1) == pickle.PROTO
-        if is_pickle:
-            raise CheckpointError(
-                f"restore({os.fspath(path)!r}) does not load files of Ray's TFTrainer, because "
-                "pickles can run code. If you trust the file, call "
-                'model.set_weights(pickle.load(open(path, "rb"))["weights"]) in model_creator.'
-            )
+        """Load a file of `save`. This is the older name of `load`."""
         self.load(path)
 
     @classmethod

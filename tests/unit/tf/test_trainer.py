@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import pickle
 
 import numpy as np
 import pytest
@@ -49,14 +48,6 @@ def test_it_trains_in_steps_and_epochs(trainer):
     assert rest["profile"]["mean_grad_s"] > 0
     assert trainer.validate(num_steps=3)["num_samples"] == 96
     assert trainer.validate()["num_samples"] == 357 - 96
-
-
-def test_a_state_of_the_old_library_is_refused_with_the_way_to_its_weights(trainer, tmp_path):
-    path = tmp_path / "old"
-    path.write_bytes(pickle.dumps({"epoch": 3, "weights": [np.ones(2)], "optimizer_weights": []}))
-    with pytest.raises(CheckpointError, match=r'set_weights\(pickle\.load\(.*\["weights"\]\)'):
-        trainer.restore(path)
-    trainer.restore(trainer.save(tmp_path / "new"))
 
 
 def test_get_model_predict_and_test_agree(trainer, tmp_path):
