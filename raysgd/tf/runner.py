@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ class TFRunner(OperatorRunner):
             os.environ["CUDA_VISIBLE_DEVICES"] = context.visible_gpus[context.gpu_index]
         elif not self._options.use_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-        if context.distributed and not self._options.use_horovod:
+        if "torch" in sys.modules:  # for the backend
             postpone_dynamo()
         with frozen_imports():
             import tensorflow as tf
