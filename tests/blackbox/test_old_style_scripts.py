@@ -256,11 +256,6 @@ def test_names_are_found_where_scripts_import_them_from(name):
     assert pkgutil.resolve_name(f"raysgd.{name}")
 
 
-def test_importing_resnet18_fails_and_points_to_torchvision():
-    with pytest.raises(ImportError, match=r"torchvision\.models\.resnet18\(num_classes=10\)"):
-        exec("from raysgd.torch.resnet import ResNet18")
-
-
 # ---- other habits of scripts for RaySGD v1: they work, or fail with a message that names the way
 
 
