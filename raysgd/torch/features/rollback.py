@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from raysgd.torch.tensors import (
     TensorVersions,
     can_copy,
     copy_all,
-    foreach_copy,
     inner_optimizers,
     parameters_of,
     renormalized_weights,
@@ -102,7 +100,7 @@ class Rollback(UpdateFeature):
 
 
 class _OptimizerBackup:
-    """A copy of one optimizer's parameters and state. The next copy reuses the memory."""
+    """A copy of one optimizer's parameters and state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -110,10 +108,10 @@ class _OptimizerBackup:
         self._state: dict[Any, Any] = {}
         self._groups: list[dict[str, Any]] = []
         self._tensors: list[torch.Tensor] = []
-        self._copies = _Copies()
+        self._copies: list[torch.Tensor] = []
 
-    @torch.no_grad()
     def take(self) -> None:
+        self._copies = []  # release their memory first
         state = self.optimizer.state
         # A frozen parameter with state may be trained later in the step.
         trained = [p for p in parameters_of(self.optimizer) if p.requires_grad or p in state]
@@ -124,7 +122,7 @@ class _OptimizerBackup:
             {key: map_leaves(value, self._keep) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        self._copies.take(self._tensors)
+        self._copies = _copies_of(self._tensors)
 
     def _keep(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -133,7 +131,7 @@ class _OptimizerBackup:
 
     @torch.no_grad()
     def restore(self) -> None:
-        copy_all(zip(self._tensors, self._copies.values, strict=True))
+        copy_all(zip(self._tensors, self._copies, strict=True))
         self.optimizer.state.clear()
         self.optimizer.state.update(self._state)
         for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
@@ -158,7 +156,7 @@ class BufferCopies(UpdateFeature):
         ]
         self._outside_norms = [slot for slot in self._slots if not isinstance(slot[0], _BatchNorm)]
         self.values: list[torch.Tensor | None] = []
-        self._copies, self._copies_at_step = _Copies(), _Copies()
+        self._values_at_step: list[torch.Tensor | None] = []
         self.take()
 
     def tensors(self) -> list[torch.Tensor | None]:
@@ -168,9 +166,9 @@ class BufferCopies(UpdateFeature):
         """Begin each micro-batch of a step with the same buffers, except running statistics."""
         if self._outside_norms and update.is_split and not update.has_fixed_parts:
             if not update.begins_step:
-                self.write(self._copies_at_step.values, self._outside_norms)
-            with torch.no_grad():
-                self._copies_at_step.take([m._buffers.get(name) for m, name in self._outside_norms])
+                self.write(self._values_at_step, self._outside_norms)
+            values = [module._buffers.get(name) for module, name in self._outside_norms]
+            self._values_at_step = _copies_of(values)
 
     def begin_call(self, logs_steps: bool) -> None:
         self.take()  # user code may have changed them between calls
@@ -183,8 +181,7 @@ class BufferCopies(UpdateFeature):
     def take(self) -> None:
         """Copy the buffers."""
         if self._slots:
-            with torch.no_grad():
-                self.values = self._copies.take(self.tensors())
+            self.values = _copies_of(self.tensors())
 
     def roll_back(self, update: Update) -> None:
         self.write(self.values)
@@ -222,31 +219,9 @@ def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) 
         setattr(module, name, None if value is None else value.clone())
 
 
-class _Copies:
-    """Copies of tensors. The next copies reuse the memory of tensors of the same kind."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self._kinds: list[Any] = []
-        self._groups: dict[Any, list[int]] = {}  # on a GPU, one kernel copies each
-
-    def take(self, tensors: Sequence[Any]) -> list[Any]:
-        kinds = [None if tensor is None else _kind_of(tensor) for tensor in tensors]
-        if kinds != self._kinds:
-            rows = itertools.zip_longest(tensors, kinds, self._kinds, self.values)
-            self.values = [
-                None if tensor is None else copy if kind == before else torch.empty_like(tensor)
-                for tensor, kind, before, copy in itertools.islice(rows, len(tensors))
-            ]
-            self._kinds, self._groups = kinds, defaultdict(list)
-            for index, kind in enumerate(kinds):
-                if kind is not None:
-                    self._groups[kind[:2]].append(index)
-        for group in self._groups.values():
-            foreach_copy([self.values[i] for i in group], [tensors[i] for i in group])
-        return self.values
-
-
-def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    is_dense = tensor.layout is torch.strided
-    return tensor.dtype, tensor.device, tensor.shape, None if is_dense else object()
+@torch.no_grad()
+def _copies_of(tensors: Iterable[torch.Tensor | None]) -> list[Any]:
+    """Return copies of tensors. On a GPU, one kernel copies many."""
+    pairs = [(None, None) if t is None else (torch.empty_like(t), t) for t in tensors]
+    copy_all(pair for pair in pairs if pair[0] is not None)
+    return [copied for copied, _ in pairs]

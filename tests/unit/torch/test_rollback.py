@@ -86,9 +86,9 @@ def test_copies_for_a_first_bad_step_are_released():
     step.optimizer_steps.expect([optimizer])
     rollback = Rollback([optimizer], [], print, has_bad_steps=True)
     rollback.begin_update(step)
-    assert len(rollback._backups[0]._copies.values) == 1
+    assert len(rollback._backups[0]._copies) == 1
     rollback.before_optimizer_step(step, optimizer)
-    assert not rollback._backups[0]._copies.values
+    assert not rollback._backups[0]._copies
 
 
 class Odd(torch.optim.SGD):
