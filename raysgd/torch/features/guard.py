@@ -127,7 +127,7 @@ class ReplicaGuard(UpdateFeature):
         if not self._is_active:
             return
         self._contents.has_run = True
-        self._contents.check_step()
+        self._contents.check_added()
         if self._pending is not None and self._steps - self._compared_step >= _LAG:
             self._finish_comparison()
         # After one step, a replacement has what `train_batch` sets itself.

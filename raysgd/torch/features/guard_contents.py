@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import numbers
 import operator
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,16 +23,6 @@ not count."""
 _dtype = operator.attrgetter("dtype")
 
 
-@functools.cache
-def _registrations() -> Counter[str]:
-    """Return the number of modules and parameters that modules of this process get from now on."""
-    counts = Counter(registered=0)
-    modules = torch.nn.modules.module
-    modules.register_module_module_registration_hook(lambda *_: counts.update(registered=1))
-    modules.register_module_parameter_registration_hook(lambda *_: counts.update(registered=1))
-    return counts
-
-
 class ReplicaContents:
     """The registered objects of one worker, as the workers compare them.
 
@@ -48,8 +36,6 @@ class ReplicaContents:
     def __init__(self, registered: RegisteredObjects, averaging: WeightAveraging) -> None:
         self._registered, self._keeps_all_equal = registered, registered.exchange.keeps_all_equal
         self._averaging = averaging
-        self._registrations = _registrations()
-        self._seen: list[Any] = []
         self._record()
         self.record_buffers()
 
@@ -72,21 +58,9 @@ class ReplicaContents:
 
     def _structure(self) -> list[Any]:
         children = map(id, itertools.chain.from_iterable(self._children))
-        return [*children, *self._sizes_and_dtypes()]
-
-    def _sizes_and_dtypes(self) -> list[Any]:
         groups = [group for o in self._registered.optimizers for group in o.param_groups]
-        return [*(len(group["params"]) for group in groups), *map(_dtype, self._parameters)]
-
-    def check_step(self) -> None:
-        """Call `check_added` if parameters may have been added since the last call.
-
-        This takes microseconds, because it only counts the modules that this process registers.
-        """
-        seen = [self._registrations["registered"], *self._sizes_and_dtypes()]
-        if seen != self._seen:
-            self.check_added()
-            self._seen = seen
+        sizes = [len(group["params"]) for group in groups]
+        return [*children, *sizes, *map(_dtype, self._parameters)]
 
     def check_added(self) -> None:
         """Raise an error if the next step would train what the workers do not keep equal."""
