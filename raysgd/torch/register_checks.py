@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_ITEMS = 1000
 """Maximum size of a container of an operator whose items are checked."""
-_MAX_REFERENCES = 100_000
-"""Maximum number of objects of an attribute that are searched for loaders."""
 
 _OF_SCHEDULER = ("step", "state_dict", "load_state_dict")
 _SCHEDULER = f"a scheduler with the methods {', '.join(_OF_SCHEDULER)}"
@@ -237,11 +233,9 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any], kinds: tuple[
 
 def warn_of_other_loaders(operator: Any, registered: Iterable[Any]) -> None:
     """Warn about DataLoaders in attributes that every worker reads whole."""
-    train_state = operator._train_state
-    known = set(map(id, (operator, train_state, train_state.registered, *registered)))
-    known.update(map(id, operator.config.values()))
-    loaders = [name for name, value in attributes_of(operator) if _has_loader(value, set(known))]
-    if loaders:
+    known = set(map(id, (*registered, *operator.config.values())))
+    named = [(name, each) for name, each in attributes_of(operator) if id(each) not in known]
+    if loaders := [name for name, each in named if _reads_all(each)]:
         logger.warning(
             "Every worker reads all of %s, because raysgd partitions only the loaders of "
             "register_data. To split another loader, give it the sampler DistributedSampler("
@@ -250,23 +244,10 @@ def warn_of_other_loaders(operator: Any, registered: Iterable[Any]) -> None:
         )
 
 
-def _has_loader(value: Any, seen: set[int]) -> bool:
-    """Return whether an object is, or refers to, a DataLoader or its iterator."""
-    objects = [value]
-    while objects and len(seen) < _MAX_REFERENCES:
-        item = objects.pop()
-        is_large = isinstance(item, list | tuple | set | dict) and len(item) > _MAX_ITEMS
-        if id(item) in seen or is_large or isinstance(item, type | ModuleType):
-            continue
-        seen.add(id(item))
-        if isinstance(item, DataLoader | _BaseDataLoaderIter):
-            if size_and_rank_of(item) is None and size_and_rank_of(item._index_sampler) is None:
-                return True
-        elif isinstance(item, FunctionType):  # which refers to its whole module
-            objects.append(item.__closure__)
-        else:
-            objects += gc.get_referents(item)
-    return False
+def _reads_all(value: Any) -> bool:
+    """Return whether an object is a DataLoader or its iterator, and reads all samples."""
+    is_loader = isinstance(value, DataLoader | _BaseDataLoaderIter)
+    return is_loader and not any(map(size_and_rank_of, (value, value._index_sampler)))
 
 
 def is_metric(module: torch.nn.Module) -> bool:
