@@ -184,7 +184,7 @@ class OperatorTrainer(TrainerProperties):
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
         info, number = as_dict("test", "info", info), next(self._dispatcher.call_numbers)
-        request = ValidateRequest(call_number=number, from_start=True, loader=loader, info=info)
+        request = ValidateRequest(call_number=number, loader=loader, info=info)
         results = self._dispatcher.run(request, changes_state=True, method="test", has_batches=True)
         return as_test_metrics(merge_workers(results))
 

@@ -64,8 +64,8 @@ class Dispatcher:
     newest_train_request: TrainRequest | None = None
     _train_starts: dict[int, ReportedPosition] = field(default_factory=dict)
     """Where calls of train began, by their numbers. Another thread may begin one."""
-    unfinished_validation: tuple[int, int] | None = None
-    """Call number and first batch of a validation that has not returned."""
+    validation_offset: int = 0
+    """Where the next validation begins, or the unfinished one began."""
     has_bad_loss: bool = False
     """Whether the newest metrics had a loss that is not finite."""
     _log_position: ReportedPosition | None = None
@@ -239,20 +239,18 @@ class Dispatcher:
     def _ends_at_nan(self) -> bool:
         return any(callback.stops_at_nan for callback in self.callback_list)
 
-    def validate(self, trainer: Trainer, request: ValidateRequest) -> CallResult:
+    def validate(self, trainer: Trainer, request: ValidateRequest, from_start: bool) -> CallResult:
         """Run a call of ``validate``.
 
         After a failed call, the next call begins at the same batch, or from the start.
         """
-        new = request.call_number, 0 if request.from_start else self.position.validation_offset
-        number, start = (not request.from_start and self.unfinished_validation) or new
-        request = replace(request, call_number=number)
-        self.unfinished_validation = number, start
+        start = self.validation_offset = 0 if from_start else self.validation_offset
+        request = replace(request, offset=start)
         on_progress = self.callback_list.notifier(trainer, "validate")
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_progress=on_progress)
         seconds = time.perf_counter() - started
-        self.unfinished_validation = None
-        is_complete = start == self.position.validation_offset == 0
+        self.validation_offset = self.position.validation_offset
+        is_complete = start == self.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
         return CallResult(results, self._merge(results), False, last_call)

@@ -214,11 +214,10 @@ class FitLoop:
             request = ValidateRequest(
                 call_number=next(self.dispatcher.call_numbers),
                 num_steps=num_steps,
-                from_start=from_start,
                 info=info,
                 profile=profile,
             )
-            result = self.dispatcher.validate(trainer, request)
+            result = self.dispatcher.validate(trainer, request, from_start)
             metrics, call = result.merged, result.last_call
             if call.is_complete and self._epoch_result is not None:
                 self._epoch_result.validation = result
@@ -282,7 +281,6 @@ class FitLoop:
         request = ValidateRequest(
             call_number=-1,
             num_steps=_SANITY_STEPS,
-            from_start=True,
             is_sanity_check=True,
             info=dict(self.fit_arguments.info or {}),
         )

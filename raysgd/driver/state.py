@@ -200,7 +200,7 @@ class StateTransfer:
         else:  # packing needs Ray
             snapshots.replace_with(lambda: worker_entries)
         self.dispatcher.has_bad_loss = False  # of another run
-        self.dispatcher.unfinished_validation = None
+        self.dispatcher.validation_offset = self.dispatcher.position.validation_offset
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.dispatcher.latest_metrics.update(driver_entries["validation_due"])
         self.fit_loop.restore_due_validation(state.get("validation_due"))

@@ -28,7 +28,6 @@ class CallState:
     call_number: int = -1
     start_step: int = 0  # of an earlier call while its steps are replayed
     scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
-    last_validation: tuple[int, int] | None = None  # newest call of ``validate``, and its offset
     last_log_step: int = 0  # step of the newest point
     has_paused: bool = False  # the newest segment paused, so models keep their train or eval modes
     ended_early: bool = False  # before its goal, because a loss was not finite
@@ -50,7 +49,7 @@ class CallRecord:
 
     def begin(self, call_number: int) -> None:
         old = self.call
-        self.call = CallState(call_number, old.start_step, old.scheduler_call, old.last_validation)
+        self.call = CallState(call_number, old.start_step, old.scheduler_call)
         self.clear()
         self._points.clear()
         self._train_state.timers.reset()

@@ -30,7 +30,7 @@ class Evaluation:
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or a number of steps.
 
-        A repeated call begins at the same offset. A loader in the request is read from the start.
+        A loader in the request is read from the start.
         """
         train_state, call_record = self._train_state, self._call_record
         call_record.begin(request.call_number)
@@ -40,12 +40,8 @@ class Evaluation:
             self._evaluate(source, 0, request)
             source.end_processes()
             return call_record.result()
-        start = call_record.call.last_validation
-        if start is None or start[0] != request.call_number:
-            offset = 0 if request.from_start else train_state.position.validation_offset
-            start = call_record.call.last_validation = request.call_number, offset
         source = train_state.data.source_or_missing("validation")
-        train_state.position.validation_offset = self._evaluate(source, start[1], request)
+        train_state.position.validation_offset = self._evaluate(source, request.offset, request)
         return call_record.result()
 
     def _evaluate(self, source: BatchSource, offset: int, request: ValidateRequest) -> int:

@@ -50,7 +50,7 @@ class ValidateRequest(_EpochRequest):
     """Evaluate the rest of the validation loader, or `num_steps` steps, and return metrics."""
 
     num_steps: int | None = None  # None for the rest of the loader
-    from_start: bool = False  # start at the first batch instead of where the last call ended
+    offset: int = 0  # where to start in the registered loader
     loader: Any = None  # replaces the registered loader; may be a function that returns a loader
     is_sanity_check: bool = False  # restore the state after the evaluation
 

@@ -165,7 +165,6 @@ def load_state(
         train_state.placement.load_shards(state)
     train_state.update.set_damaged(False)
     loop.source.discard_unread()
-    loop.call_record.call.last_validation = None
     loop.snapshots.clear()
     if "call" in state:  # the state is a snapshot, from which the call continues
         loop.call_record.continue_call(state["call"])

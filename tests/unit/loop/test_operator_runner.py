@@ -31,7 +31,7 @@ from tests.unit import recorder
 from tests.unit.recorder import Recorder, Streaming
 
 EPOCH = list(range(40))
-SANITY_CHECK = ValidateRequest(call_number=-1, num_steps=1, from_start=True, is_sanity_check=True)
+SANITY_CHECK = ValidateRequest(call_number=-1, num_steps=1, is_sanity_check=True)
 
 
 def make_runner(operator_cls=Recorder, **options):
@@ -144,7 +144,7 @@ def test_a_sanity_check_returns_metrics_and_changes_nothing():
     assert runner.handle(SANITY_CHECK)["num_samples"] == 8
     assert runner.handle(LeavingMetricsRequest(call_number=1))["num_samples"] == 16
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
-    runner.handle(ValidateRequest(call_number=2))
+    runner.handle(ValidateRequest(call_number=2, offset=16))
     assert runner.operator.validated == EPOCH
 
 

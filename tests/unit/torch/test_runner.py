@@ -300,8 +300,8 @@ def test_training_continues_exactly_from_a_state(num_steps):
     other.handle(TrainRequest(call_number=0, until_step=12))
     assert other.operator.trained == runner.operator.trained
     assert same_parameters(runner, other)
-    repeated = ValidateRequest(call_number=1, num_steps=1)
-    given = ValidateRequest(call_number=2, from_start=True, loader=[(torch.ones(1, 1),) * 2])
+    repeated = ValidateRequest(call_number=1, num_steps=1, offset=16)
+    given = ValidateRequest(call_number=2, loader=[(torch.ones(1, 1),) * 2])
     for request in (repeated, given, repeated):
         other.handle(request)
     assert other.operator.validated == [*EPOCH[16:24], 1, *EPOCH[16:24]]
