@@ -19,7 +19,7 @@ from raysgd._internal.arguments import (
     is_number,
     unknown_argument,
 )
-from raysgd._internal.config import BATCH_SIZE, env_seconds
+from raysgd._internal.config import env_seconds
 from raysgd._internal.nested import cat_outputs
 from raysgd._internal.runner import Runner
 from raysgd._internal.tracebacks import fold_tracebacks
@@ -84,13 +84,6 @@ class OperatorTrainer(TrainerProperties):
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.record.on_event = weakref.WeakMethod(self._notify_callbacks)
         controller.start()
-        # Whether steps have config[BATCH_SIZE] samples with any number of workers.
-        self._keeps_batch_size = True
-        if options.config.get(BATCH_SIZE) is not None:
-            request = ApplyOperatorRequest(
-                function=lambda op: op._train_state.data.keeps_requested_size
-            )
-            self._keeps_batch_size = dispatcher.run(request, rank=0, allows_any_size=True)[0]
 
     def _notify_callbacks(self) -> None:
         self._callback_list.notify_events(self)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.forwarding import forward_to
 from raysgd.callbacks.base import LastCall
 from raysgd.driver.dispatcher import Dispatcher
@@ -29,20 +28,15 @@ class TrainerProperties:
     _controller: Controller
     _dispatcher: Dispatcher
     _fit_loop: FitLoop
-    _keeps_batch_size: bool
     _transfer: StateTransfer
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config, with the global batch of the current workers as ``BATCH_SIZE``.
+        """The config. ``BATCH_SIZE`` is rounded down to a multiple of the maximum workers.
 
-        The global batch is rounded down to a multiple of the workers: the maximum number, or the
-        current number if workers read their own batches.
+        If workers read their own batches, a smaller group rounds the global batch down again.
         """
-        config = dict(self._options.config)
-        if not self._keeps_batch_size:
-            config[BATCH_SIZE] -= config[BATCH_SIZE] % max(1, self.num_workers)
-        return config
+        return dict(self._options.config)
 
     @property
     def num_workers(self) -> int:

@@ -210,12 +210,6 @@ class DataSources(ABC):
         source = self._sources.get(self.trains_on)
         return source is None or source.knows_sizes
 
-    @property
-    def keeps_requested_size(self) -> bool:
-        """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
-        _, follows_config = self.batching().get("train", (0, False))
-        return follows_config and self._settings.options.layout.keeps_step_size
-
     def end_processes(self) -> None:
         for source in self._sources.values():
             source.end_processes()

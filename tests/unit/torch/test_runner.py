@@ -398,7 +398,6 @@ def test_worker_of_a_group_gets_its_batch_share(global_batch):
     runner.handle(TrainRequest(call_number=0, until_step=1))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     assert runner.operator.config[BATCH_SIZE] == 8
-    assert runner._train_state.data.keeps_requested_size == (global_batch == "keep")
     assert (runner.operator.world_rank, runner.operator.world_size) == (1, 2)
     runner.handle(TrainRequest(call_number=1, until_epoch=1))
     assert runner.operator.trained == [*range(16), *range(24, 32), *range(36, 40)]
