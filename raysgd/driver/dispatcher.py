@@ -74,15 +74,11 @@ class Dispatcher:
     def check_open(self, changes_state: bool = False) -> None:
         """Check that the trainer may call its workers, and change the state if `changes_state`."""
         for hook in self.callback_list.running_hooks:
-            if hook in ("on_event", "on_progress", "on_log"):
+            is_in_call = hook in ("on_event", "on_progress", "on_log")
+            if is_in_call or (hook == "on_pause" and changes_state):
                 raise RuntimeError(
-                    f"A callback cannot call the workers in {hook}, during another call. Make the "
-                    "call in on_epoch_end."
-                )
-            if hook == "on_pause" and changes_state:
-                raise RuntimeError(
-                    f"A callback cannot train, validate, or load in {hook}, during train(). It can "
-                    "read and save the state."
+                    f"A callback cannot make this call in {hook}, during another call. Make it in "
+                    "on_epoch_end. In on_pause, a callback can read and save the state."
                 )
         if self.controller.is_shut_down:
             raise RuntimeError(
