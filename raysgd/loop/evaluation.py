@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.forwarding import forward_to
-from raysgd._internal.nested import describe, preserving
+from raysgd._internal.nested import check_rows, describe, preserving
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_record import CallRecord
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase, as_metrics
 from raysgd.loop.requests import ValidateRequest
-from raysgd.metrics import with_weight
+from raysgd.metrics import NUM_SAMPLES, with_weight
 
 
 class Evaluation:
@@ -124,10 +124,14 @@ class Evaluation:
             raise empty_loader_error("given", source)
         source.agree_on_order(0, 0, train_state.collectives)
         context, predictions = train_state.context, []
-        with self._reading(source) as batches:
-            for index, output in enumerate(operator._predictions(batches)):
+        with self._reading(source) as batches, operator._eval_mode():
+            for index, batch in enumerate(batches):
                 turn = index if source.turn is None else source.turn
-                predictions.append((turn * context.world_size + context.world_rank, output))
+                info = operator._batch_info(None, index, iterator=batches)
+                output = operator.predict_batch(batch, info)
+                check_rows(output, info[NUM_SAMPLES], train_state.num_rows(batch))
+                key = turn * context.world_size + context.world_rank
+                predictions.append((key, train_state.to_cpu(output)))
         source.end_processes()
         return predictions
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import check_number
 from raysgd._internal.forwarding import forward_to
-from raysgd._internal.nested import check_rows, try_copy
+from raysgd._internal.nested import try_copy
 from raysgd._internal.timers import TimerCollection
 from raysgd.loop.segment import Segment, allow_split
 from raysgd.loop.train_state import TrainState
@@ -212,15 +212,6 @@ class OperatorBase:
     def _eval_mode(self) -> contextlib.AbstractContextManager[object]:
         """Set eval mode, and return a context for evaluating batches."""
         return contextlib.nullcontext()
-
-    def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        train_state = self._train_state
-        with self._eval_mode():
-            for batch_idx, batch in enumerate(iterator):
-                info = self._batch_info(None, batch_idx, iterator=iterator)
-                output = self.predict_batch(batch, info)
-                check_rows(output, info[NUM_SAMPLES], train_state.num_rows(batch))
-                yield train_state.to_cpu(output)
 
     def _loop_ends_epoch(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
