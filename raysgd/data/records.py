@@ -96,6 +96,8 @@ class Records(ABC):
         self._cache = as_path("cache_dir", cache)
         self.paths: list[str] = []
         self._stamps: list[str] = []
+        self._versions: dict[int, str] = {}
+        """Versions of the files, on this host."""
         found: dict[str, str] = {}  # the path or pattern of each file
         for each in path_list:
             if not isinstance(each, str | os.PathLike) or not (path := os.fspath(each)):
@@ -120,15 +122,15 @@ class Records(ABC):
                         f"{type(self).__name__}({path!r}): {name} is a folder. Pass its files, or "
                         "a pattern such as 'folder/*.txt'."
                     )
+                stamp, version = _retry(functools.partial(_stamp, fs, name))
+                self._versions[len(self.paths)] = version
                 self.paths.append(fs.unstrip_protocol(name) if is_remote(fs) else name)
-                self._stamps.append(_retry(functools.partial(_stamp, fs, name)))
+                self._stamps.append(stamp)
         self._storage_options = storage_options
         self.kept_rows = 0
         """Number of decoded records to keep in memory."""
         self.in_order = True
         """Whether records that are decoded together are read in order."""
-        self._versions: dict[int, str] = {}
-        """Versions of the local files that this process has indexed."""
         self._reset_files()
         self._indexes = [self._load_index(file) for file in range(len(self.paths))]
         counts = [self._num_records(index) for index in self._indexes]
@@ -182,7 +184,7 @@ class Records(ABC):
         for first, stop in consecutive_runs(files, 0):
             file = int(files[first])
             if "://" not in self.paths[file]:  # remote files are checked when they are opened
-                self._check_unchanged(file, _stamp(None, self.paths[file]))
+                self._check_unchanged(file, *_stamp(None, self.paths[file]))
             records = self._read(file, in_order[first:stop] - self._offsets[file])
             for index, record in zip(order[first:stop].tolist(), records, strict=True):
                 results[index] = record
@@ -208,7 +210,6 @@ class Records(ABC):
     # ---- files
 
     def _load_index(self, file: int) -> Any:
-        self._versions[file] = _local_version(self.paths[file])
         path = self._cache_path(file, f"{type(self).__name__}.npy")
         with contextlib.suppress(Exception):  # it is missing or damaged
             index = np.load(path, mmap_mode="r" if path.stat().st_size > 2**16 else None)
@@ -221,8 +222,7 @@ class Records(ABC):
         return index
 
     def _cache_path(self, file: int, kind: str) -> Path:
-        path, stamp = self.paths[file], self._stamps[file]
-        version = _local_version(path)
+        path, stamp, version = self.paths[file], self._stamps[file], self._versions[file]
         if not version and not stamp.endswith(" "):  # the server knows the version of the file
             path = _without_query(path)
         key = hashlib.sha256(f"{path} {stamp}{version}".encode()).hexdigest()
@@ -242,10 +242,10 @@ class Records(ABC):
                 "cache_dir=... with a folder that you can write to, and that has enough space."
             ) from error
 
-    def _check_unchanged(self, file: int, stamp: str) -> None:
-        version, same = _local_version(self.paths[file]), stamp == self._stamps[file]
-        before = self._versions.setdefault(file, version)
+    def _check_unchanged(self, file: int, stamp: str, version: str) -> None:
+        same, before = stamp == self._stamps[file], self._versions.setdefault(file, version)
         if same and before != version:  # or a new mode or link
+            self._versions[file] = version
             same = np.array_equal(self._indexes[file], self._load_index(file))
         if not same:
             raise RuntimeError(
@@ -258,7 +258,7 @@ class Records(ABC):
         """Open the uncompressed content of a file."""
         path = self.paths[file]
         fs, name = url_to_fs(path, **self._storage_options)
-        self._check_unchanged(file, _stamp(fs, name))
+        self._check_unchanged(file, *_stamp(fs, name))
         if (decompress := decompressor_of(_without_query(path))) is not None:
             target = self._cache_path(file, "raw")
             with self._naming_cache(file):
@@ -377,23 +377,18 @@ def _find_files(fs: Any, pattern: str) -> list[str]:
     return [name for name in names if "/." not in name[start:] or "/." in path[start:]]
 
 
-def _stamp(fs: Any, path: str) -> str:
-    """Return the size and the ETag or modification time of a file."""
+def _stamp(fs: Any, path: str) -> tuple[str, str]:
+    """Return the size and the ETag or modification time of a file, and its version on this host.
+
+    The version tells apart local files of the same size and date. For a URL, it is empty.
+    """
     if fs is None or not is_remote(fs):
         status = os.stat(path)
-        return f"{status.st_size} {status.st_mtime}"
+        return f"{status.st_size} {status.st_mtime}", f" {status.st_ino} {status.st_ctime_ns}"
     info = fs.info(path)
     names = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "created")
     version = next((info[name] for name in names if info.get(name) is not None), "")
-    return f"{info['size']} {version}"
-
-
-def _local_version(path: str) -> str:
-    """Return what tells apart local files of the same size and date; empty for a URL."""
-    if "://" in path:
-        return ""
-    status = os.stat(path)
-    return f" {status.st_ino} {status.st_ctime_ns}"
+    return f"{info['size']} {version}", ""
 
 
 def _retry(function: Callable[[], T]) -> T:
