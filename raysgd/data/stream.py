@@ -183,18 +183,21 @@ class Stream(NumberedSamples):
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         samples = self._read_records(epoch, numbers)
-        for record in samples:
-            if isinstance(record, RecordError):
-                raise record
         if self._transform is not None:
             samples = list(map(self._transform, samples))
         return [self._augment_one(each, epoch, n) for each, n in zip(samples, numbers, strict=True)]
 
     def _read_records(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
+        """Return the records that can be decoded, and count the others, or raise an error."""
         if epoch != self._epoch_read:
             self._epoch_read = epoch
             self._records.close()
-        return self._records.read(self._record_numbers(epoch, np.asarray(numbers, np.int64)))
+        records = self._records.read(self._record_numbers(epoch, np.asarray(numbers, np.int64)))
+        broken = [each for each in records if isinstance(each, RecordError)]
+        if broken and not self._skips:
+            raise broken[0]
+        self.num_skipped += len(broken)
+        return [each for each in records if not isinstance(each, RecordError)]
 
     def locate(self, epoch: int, number: int) -> list[Any]:
         return self._records.locate(self._record_numbers(epoch, np.array([number]))[0])
@@ -267,17 +270,10 @@ class GroupedStream(Stream):
 
     def _samples(self, epoch: int, group: int) -> Iterable[Any]:
         first, total = group * self._group_size, len(self._records)
-        records = []
-        for record in self._read_records(epoch, range(first, min(first + self._group_size, total))):
-            if not isinstance(record, RecordError):
-                records.append(record)
-            elif self._skips:
-                self.num_skipped += 1
-            else:
-                raise record
-        if self._has_groups:
-            return records if self._transform is None else self._transform(records)
-        return records if self._transform is None else [*map(self._transform, records)]
+        records = self._read_records(epoch, range(first, min(first + self._group_size, total)))
+        if self._transform is None:
+            return records
+        return self._transform(records) if self._has_groups else [*map(self._transform, records)]
 
     def state_dict(self) -> dict[str, int] | None:
         """Return the position of an iteration: its group of records, and samples of the group."""
