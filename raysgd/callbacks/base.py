@@ -240,11 +240,10 @@ class History(list[dict[str, Any]]):
         names = dict.fromkeys(name for row in rows for name in row)
         shown = [["epoch", *names]]
         for number, row in enumerate(rows, start=1):
-            if len(rows) <= 2 * _MAX_ROWS or not _MAX_ROWS < number <= len(rows) - _MAX_ROWS:
-                values = (f"{row[name]:.4g}" if name in row else "" for name in names)
-                shown.append([str(self[number - 1].get("epoch", number)), *values])
-            elif number == _MAX_ROWS + 1:
-                shown.append(["…"] * len(shown[0]))
+            values = (f"{row[name]:.4g}" if name in row else "" for name in names)
+            shown.append([str(self[number - 1].get("epoch", number)), *values])
+        if len(rows) > 2 * _MAX_ROWS:
+            shown[_MAX_ROWS + 1 : -_MAX_ROWS] = [["…"] * len(shown[0])]
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         lines = ("  ".join(map(str.rjust, row, widths)) for row in shown)
         return "\n".join([*lines, *filter(None, [self.stop_reason])])
