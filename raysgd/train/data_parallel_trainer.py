@@ -9,7 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import cloudpickle
 
@@ -68,8 +68,6 @@ class DataParallelTrainer:
     datasets: Any = None
     metadata: Any = None
     resume_from_checkpoint: Any = None
-    _dataset_config: ClassVar[Mapping[str, Any]] = {}
-    """Defaults for ``dataset_config`` in a subclass."""
     _restored_folder: Path | None = dataclasses.field(default=None, init=False)
     """Folder of the run to continue; None for a new run."""
 
@@ -165,23 +163,21 @@ class DataParallelTrainer:
 
     def _check_split(self) -> None:
         where = type(self).__name__
-        defaults = as_dict(where, "_dataset_config", self._dataset_config)
-        choices = as_dict(where, "dataset_config", self.dataset_config)
-        for name, choice in {**defaults, **choices}.items():
-            is_known = name in (*self.datasets, "*") or name not in choices or not self.datasets
-            if getattr(choice, "split", choice) not in (None, True, False) or not is_known:
+        self.dataset_config = as_dict(where, "dataset_config", self.dataset_config)
+        for name, choice in self.dataset_config.items():
+            is_known = name in (*self.datasets, "*") or not self.datasets
+            if choice not in (None, True, False) or not is_known:
                 raise ValueError(
                     f"{where}(dataset_config={{{name!r}: {choice!r}}}): must be True or False for "
                     f'names of data sets ({", ".join(self.datasets)}), or for "*".'
                 )
 
     def _is_split(self, name: str) -> bool:
-        names = getattr(self.dataset_config, "_datasets_to_split", None)  # Ray has no public name
+        config = self.dataset_config
+        names = getattr(config, "_datasets_to_split", None)  # Ray has no public name
         if names is not None:
             return names == "all" or name in names
-        config = {**self._dataset_config, **(self.dataset_config or {})}
-        choice = config.get(name, config.get("*"))  # a bool, or an old DatasetConfig of Ray
-        split = getattr(choice, "split", choice)
+        split = config.get(name, config.get("*"))
         return name == "train" if split is None else bool(split)
 
     # ---- keeping and restoring

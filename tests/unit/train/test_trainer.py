@@ -2,7 +2,6 @@
 
 import re
 import threading
-from dataclasses import dataclass
 
 import pytest
 import ray.train
@@ -223,25 +222,14 @@ def test_a_trial_calls_setup_before_it_starts_workers():
         trial.setup({"a": 1})
 
 
-@dataclass
-class OldConfig:
-    """The ``DatasetConfig`` of Ray 2.0."""
-
-    split: bool | None = None
-
-
 @pytest.mark.parametrize(
-    ("defaults", "given", "expected"),
+    ("given", "expected"),
     [
-        ({}, None, {"train": True, "val": False}),
-        ({"val": True}, None, {"train": True, "val": True}),
-        ({"train": OldConfig(), "*": OldConfig(True)}, None, {"train": True, "val": True}),
-        ({"*": OldConfig(False)}, {"val": True}, {"train": False, "val": True}),
+        (None, {"train": True, "val": False}),
+        ({"val": True}, {"train": True, "val": True}),
+        ({"*": False, "val": True}, {"train": False, "val": True}),
     ],
 )
-def test_a_subclass_may_have_defaults_for_the_data_sets_to_split(defaults, given, expected):
-    class Mine(DataParallelTrainer):
-        _dataset_config = defaults
-
-    trainer = Mine(print, dataset_config=given)
+def test_only_the_data_set_train_is_split_by_default(given, expected):
+    trainer = DataParallelTrainer(print, dataset_config=given)
     assert {name: trainer._is_split(name) for name in ("train", "val")} == expected
