@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.arguments import is_deferred
+from raysgd._internal.arguments import check_function
 from raysgd._internal.paths import as_path
 from raysgd.cluster.serialization import dumps, find_unpicklable
 
@@ -24,11 +24,7 @@ def bind_config(train_func: Callable[..., Any], config: dict[str, Any] | None) -
     """Return the training function, bound to its config, as a function of no arguments."""
     if not callable(train_func):
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
-    if is_deferred(train_func):
-        raise TypeError(
-            f"The training function {train_func!r} is a generator or async function. Pass a plain "
-            "function, which may call asyncio.run(...)."
-        )
+    check_function("run", "train_func", train_func)
     parameters = inspect.signature(train_func).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     if len(required) > 1:

@@ -135,10 +135,10 @@ class Callable:
         (lambda config, extra: 1, ValueError, "requires 2 arguments"),
         (functools.partial(lambda a, b, c: 1, 1), ValueError, "requires 2 arguments"),
         (5, ValueError, "must be callable, but it is 5"),
-        (generator, TypeError, "is a generator or async function"),
-        (coroutine, TypeError, "is a generator or async function"),
-        (Callable(), TypeError, "is a generator or async function"),
-        (functools.partial(coroutine, {}), TypeError, "is a generator or async function"),
+        (generator, TypeError, "must be a plain function, not a generator"),
+        (coroutine, TypeError, "must be a plain function, not a generator"),
+        (Callable(), TypeError, "must be a plain function, not a generator"),
+        (functools.partial(coroutine, {}), TypeError, "must be a plain function, not a generator"),
     ],
 )
 def test_a_wrong_function_is_refused(function, error, match):
