@@ -28,7 +28,7 @@ def _find_session(name: str) -> Session | None:
 def report(
     metrics: Mapping[str, Any] | None = None,
     /,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Any = None,
     **named: Any,
 ) -> None:
     """Report metrics from a training function; every worker must report equally often.
@@ -42,8 +42,8 @@ def report(
     Args:
         metrics: picklable values by name. ``metrics=`` with a dict means the same unless you also
             pass other metrics by name.
-        checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps the
-            checkpoint of worker 0.
+        checkpoint: a :class:`Checkpoint`, a dict, or a path, from worker 0 or from all workers. The
+            driver keeps the checkpoint of worker 0.
         named: metrics by name, in place of a dict.
     """
     if metrics is None and named.keys() == {"metrics"} and isinstance(named["metrics"], Mapping):
@@ -54,11 +54,6 @@ def report(
         raise TypeError(
             f"report() has no argument {next(iter(named))!r}. Pass all metrics in the dict, or all "
             "by name."
-        )
-    if checkpoint is not None and not hasattr(checkpoint, "to_directory"):
-        raise TypeError(
-            f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
-            "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
         )
     if (session := _find_session("report")) is not None:
         session.report(named if metrics is None else metrics, checkpoint)
