@@ -52,22 +52,29 @@ class Datasets:
 
         A restart gets the same shards, because the rows are fixed then.
         """
-        for name in self._to_split:
-            if _is_lazy(self._named[name]):
+        from raysgd.cluster.ray_session import free_cpus  # imports Ray
+
+        for name, dataset in self._named.items():
+            if not _is_lazy(dataset):
+                continue
+            if free_cpus() < 1:
+                logger.warning(
+                    "Data set %r waits for a free CPU, and there is none. If the workers hold all "
+                    "CPUs, leave one free, or pass dataset.materialize().",
+                    name,
+                )
+            if name in self._to_split:
                 logger.warning(
                     "Data set %r is read once, before training. Random map functions give the same "
                     "rows in every epoch: draw random numbers in the training function. To avoid "
                     "this warning, pass dataset.materialize().",
                     name,
                 )
-                _warn_without_cpu(name)
-                self._named[name] = self._named[name].materialize()
+                self._named[name] = dataset.materialize()
 
     def _shards(self, name: str, actors: Sequence[Any]) -> list[Any]:
         dataset, num_workers = self._named[name], len(actors)
         if name not in self._to_split:
-            if _is_lazy(dataset):
-                _warn_without_cpu(name)
             return [dataset] * num_workers
         num_rows = dataset.count()
         if num_unused := num_rows % num_workers:
@@ -83,14 +90,3 @@ class Datasets:
 
 def _is_lazy(dataset: Any) -> bool:
     return hasattr(dataset, "materialize") and type(dataset).__name__ != "MaterializedDataset"
-
-
-def _warn_without_cpu(name: str) -> None:
-    from raysgd.cluster.ray_session import free_cpus  # imports Ray
-
-    if free_cpus() < 1:
-        logger.warning(
-            "Data set %r waits for a free CPU, and there is none. If the workers hold all CPUs, "
-            "leave one free, or pass dataset.materialize().",
-            name,
-        )
