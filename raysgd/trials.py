@@ -179,9 +179,6 @@ class FunctionTrainable(Trainable):
         self._trainer = self.trial_trainer(config)
         self._trainer.setup()
         self._last_report: dict[str, Any] = {}
-        self._start_workers()
-
-    def _start_workers(self) -> None:
         self._executor = self._trainer.create_executor()
         self._executor.start()
         self._reports: Generator[list[dict[str, Any]]] | None = None
@@ -213,8 +210,7 @@ class FunctionTrainable(Trainable):
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Make the next step start the function from the output of `save_checkpoint`."""
         if self._reports is not None:  # the trial takes over the state of another
-            self.cleanup()
-            self._start_workers()
+            self.reset_config(self.config)
         checkpoints = self._executor.checkpoints
         checkpoints.newest_blob, manifest = read_pickle(Path(checkpoint, _FUNCTION_STATE))
         checkpoints.iteration = 0 if manifest is None else manifest.global_step
