@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +76,7 @@ class EqualBitsExchange(GroupExchange):
         self._precision = registered.precision
         options = registered.options
         self._num_parts = options.layout.num_planned_parts(options.num_workers)
-        self._buffers, self._metrics = EqualBitsBuffers(registered), PartMetrics(registered)
+        self._buffers = EqualBitsBuffers(registered)
         self._clear()
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
@@ -102,7 +101,6 @@ class EqualBitsExchange(GroupExchange):
 
     def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
-        self._metrics = PartMetrics(self._registered)
         if not self._registered.settings.context.distributed:
             return
         local = arithmetic_of(self._registered.device)
@@ -168,7 +166,7 @@ class EqualBitsExchange(GroupExchange):
         self._end_part()
         if not self._stepped_before:
             self._reduce_flags(0, [])
-        update.hold_metrics(self._metrics.all_gather(update.pop_metrics()))
+        update.hold_metrics(all_gather_metrics(self._registered, update.pop_metrics()))
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
@@ -368,43 +366,26 @@ class EqualBitsBuffers:
         return sum_over_workers(tree, partition.num_parts, partition.shares)
 
 
-class PartMetrics:
-    """Sends the metrics of each part to all workers, so that those of a lost worker are kept.
-
-    Each generation has its own object.
-    """
-
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered = registered
-        self._width = 64  # of a worker's message, in units of 4 bytes, until one is longer
-
-    def all_gather(self, updates: Sequence[MicroBatchMetrics]) -> list[MicroBatchMetrics]:
-        """Return the metrics of all workers' parts."""
-        partition = self._registered.data.training_source.partition
-        parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
-        local = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
-        messages = self._gather(pickle.dumps(map_leaves(local, on_cpu)))
-        rows = [row for message in messages for row in pickle.loads(message)]
-        rows.sort(key=lambda row: row[0])
-        last = partition.num_parts - 1
-        return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
-
-    def _gather(self, pickled: bytes) -> list[bytes]:
-        """Return the messages of all workers, by rank."""
-        if not dist.is_initialized():
-            return [pickled]
-        while True:
-            size, content = 4 * self._width, len(pickled).to_bytes(4, sys.byteorder) + pickled
-            content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
-            rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
-            rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
-            rows = rows.to(self._registered.device)
-            dist.all_reduce(rows)  # the rows of the other workers are zeros
-            messages = [row.tobytes() for row in rows.cpu().numpy()]
-            ends = [4 + int.from_bytes(message[:4], sys.byteorder) for message in messages]
-            if max(ends) <= size:
-                return [message[4:end] for message, end in zip(messages, ends, strict=True)]
-            self._width = max(ends) // 2  # twice as wide as needed
+def all_gather_metrics(
+    registered: RegisteredObjects, updates: Sequence[MicroBatchMetrics]
+) -> list[MicroBatchMetrics]:
+    """Return the metrics of all workers' parts, so that those of a lost worker are kept."""
+    partition = registered.data.training_source.partition
+    parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
+    local = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
+    messages = [pickle.dumps(map_leaves(local, on_cpu))]
+    if dist.is_initialized():
+        num_words = -registered.collectives.all_reduce_min(-len(messages[0]) // 4)[0]
+        content = bytearray(messages[0].ljust(4 * num_words, b"\0"))  # `loads` ignores the zeros
+        gathered = torch.zeros(dist.get_world_size(), num_words, dtype=torch.int32)
+        gathered[dist.get_rank()] = torch.frombuffer(content, dtype=torch.int32)
+        gathered = gathered.to(registered.device)
+        dist.all_reduce(gathered)  # the rows of the other workers are zeros
+        messages = [row.tobytes() for row in gathered.cpu().numpy()]
+    rows = [row for message in messages for row in pickle.loads(message)]
+    rows.sort(key=lambda row: row[0])
+    last = partition.num_parts - 1
+    return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
 
 
 def _num_operations() -> int:

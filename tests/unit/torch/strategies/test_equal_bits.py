@@ -19,6 +19,7 @@ from raysgd.torch.input.loader_copies import SeededSamples, with_dataset
 from raysgd.torch.input.sources import MapStyleSource
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
+from raysgd.torch.strategies.equal_bits import all_gather_metrics
 from tests.conftest import assert_names
 from tests.unit.torch.bits import CASES, Augmented, Case, Trains, digest, merged
 from tests.unit.torch.cases import FLOAT16
@@ -273,10 +274,10 @@ def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
 
 class Exchanging(Case):
     def run(self, rank):
-        share = self.start(rank)._train_state.registered.exchange._metrics.all_gather
-        for size in (0, 40, 300, 5000, 10):
+        registered = self.start(rank)._train_state.registered
+        for size in (0, 300, 5000, 10):
             texts = [str(3 * rank + i) * size * (1 + rank) for i in range(3)]
-            shared = share([({"text": text}, 2.0, False) for text in texts])
+            shared = all_gather_metrics(registered, [({"text": t}, 2.0, False) for t in texts])
             expected = [str(i) * size * (1 + i // 3) for i in range(6)]
             assert [text["text"] for text, *_ in shared] == expected
 
