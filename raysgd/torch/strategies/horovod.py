@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.update import Update
-from raysgd.torch import object_states, tensors
 from raysgd.torch.strategies.group_exchange import GroupExchange, broadcast_models
+from raysgd.torch.tensors import parameters_of
 
 
 class HorovodExchange(GroupExchange):
@@ -40,13 +39,6 @@ class HorovodExchange(GroupExchange):
 
     def sync_initial_state(self) -> None:
         broadcast_models(self._registered)
-        broadcast = self._registered.collectives.broadcast
-        for optimizer in self._registered.optimizers:
-            state = broadcast(partial(object_states.optimizer_state, optimizer), 0)
-            object_states.load_optimizer(optimizer, state, is_exact=True)
-        for scheduler in self._registered.schedulers:
-            state = broadcast(partial(object_states.scheduler_state, scheduler), 0)
-            object_states.load_scheduler(scheduler, state)
 
     def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""
@@ -57,7 +49,7 @@ class HorovodExchange(GroupExchange):
             # If the graph of a failed step still exists, its hooks must never start an exchange.
             before.set_backward_passes_per_step(sys.maxsize)
         for optimizer in self._registered.optimizers:
-            optimized = set(map(id, tensors.parameters_of(optimizer)))
+            optimized = set(map(id, parameters_of(optimizer)))
             named = [
                 (f"{number}.{name}", parameter)
                 for number, model in enumerate(self._registered.models)
