@@ -13,6 +13,7 @@ The workers average gradients in the last micro-batch of an update:
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,32 +79,12 @@ class ReplicatedModel(DistributedDataParallel):
             setattr(self.module, name, value)
 
 
-_METHODS_OF_THE_MODULE = (
-    "__bool__",
-    "__delattr__",
-    "__delitem__",
-    "__getitem__",
-    "__iter__",
-    "__len__",
-    "__setitem__",
-    "_apply",
-    "add_module",
-    "apply",
-    "load_state_dict",
-    "named_buffers",
-    "named_children",
-    "named_modules",
-    "named_parameters",
-    "register_buffer",
-    "register_load_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_module",
-    "register_parameter",
-    "register_state_dict_post_hook",
-    "register_state_dict_pre_hook",
-    "state_dict",
-    "train",
-)
+_PUBLIC = {name for name in vars(torch.nn.Module) if not name.startswith("_")}
+_METHODS_OF_THE_MODULE = {
+    *(name for name in _PUBLIC - {"forward"} if inspect.isfunction(getattr(torch.nn.Module, name))),
+    *("__bool__", "__delattr__", "__delitem__", "__getitem__", "__iter__", "__len__"),
+    *("__setitem__", "_apply"),
+}
 """Methods of a wrapper that call the module's methods, so that names have no prefix."""
 
 
