@@ -25,11 +25,6 @@ from raysgd.torch.interop.logged_metrics import compute_logged
 
 logger = logging.getLogger(__name__)
 
-_EVALUATING = (
-    "Training keeps the eval mode of modules such as %r of %s, as in Lightning: dropout is off and "
-    "batch statistics stay. To train in train mode, call train() on them in __init__."
-)
-
 _Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
 
 _REFUSED = {
@@ -190,9 +185,6 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 self.train_mode(True)  # before the hooks, which may change modes
             state.keeps_modes = True
             if self._epoch is None:
-                names = (name for name, each in module.named_modules() if not each.training)
-                if name := next(filter(None, names), None):
-                    state.settings.warn_once("modes", _EVALUATING, name, type(module).__name__)
                 self._epoch = {}
                 module.on_train_start()
             if begins:
