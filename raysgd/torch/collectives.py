@@ -132,10 +132,8 @@ def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], src: in
     for (_, device), members in groups.items():
         message: list[torch.Tensor] = []
         size = 0
-        for tensor in members:
-            if tensor.nbytes >= _MESSAGE_BYTES:
-                _broadcast_flat([tensor], device, src)
-                continue
+        # The largest first, so that each large tensor is a message without a copy.
+        for tensor in sorted(members, key=lambda each: -each.nbytes):
             message.append(tensor)
             size += tensor.nbytes
             if size >= _MESSAGE_BYTES:
