@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.arguments import is_number
 from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.register_checks import attributes_of, is_metric
 from raysgd.torch.registered import RegisteredObjects
@@ -21,8 +20,7 @@ def _key(value: Any) -> int:
 class UnregisteredTensors(UpdateFeature):
     """Warns if training changes tensors of an operator that are not registered.
 
-    Tensors and numbers of an optimizer count too, unless its class defines ``state_dict``, and
-    objects in place of registered ones.
+    It also warns of objects in place of registered ones.
     """
 
     def __init__(self, registered: RegisteredObjects) -> None:
@@ -64,39 +62,22 @@ class UnregisteredTensors(UpdateFeature):
         if before is None:
             return
         now = self._versions()
-        names = [n for n in before | now if n in self._names or not n.startswith("self.")]
+        names = [name for name in before | now if name in self._names]
         changed = [name for name in names if before.get(name) != now.get(name)]
         if changed and not self._operator.state_dict():
             self._registered.warn_once(
                 "unregistered tensors",
                 "train_batch changed %s. Checkpoints and workers that start later, such as "
                 "replacements, do not have this change. Register modules, also frozen ones, as "
-                "models; keep state of an optimizer in optimizer.state; or return the values from "
-                "state_dict() of the operator, and set them in load_state_dict(). Ignore this for "
-                "values that each step computes from scratch.",
+                "models; or return the values from state_dict() of the operator, and set them in "
+                "load_state_dict(). Ignore this for values that each step computes from scratch.",
                 ", ".join(changed[:5]) + ", …" * (len(changed) > 5),
             )
 
     def _versions(self) -> dict[str, Any]:
         """Return what identifies the content of each unregistered tensor, by its name."""
-        numbers, tensors = dict[str, Any](), dict[str, torch.Tensor]()
-        values = [*attributes_of(self._operator)]
-        for optimizer in self._registered.optimizers:
-            kind = type(optimizer)
-            has_own = kind.state_dict is not torch.optim.Optimizer.state_dict
-            if kind.__module__.startswith("torch.optim.") or has_own:
-                continue
-            if len(optimizer.state_dict()) > 2:  # a hook adds to state and param_groups
-                continue
-            for key, value in vars(optimizer).items():
-                name = f"{kind.__name__}.{key}"
-                if is_number(value):
-                    numbers[name] = value
-                elif key not in ("state", "param_groups", "defaults"):
-                    entries = value.values() if isinstance(value, dict) else value
-                    entries = entries if isinstance(value, dict | list) else [value]
-                    values += [(f"{name}[{n}]", entry) for n, entry in enumerate(entries)]
-        for name, value in values:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in attributes_of(self._operator):
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
             elif isinstance(value, torch.nn.Module) and not is_metric(value):
@@ -106,7 +87,7 @@ class UnregisteredTensors(UpdateFeature):
             for model in self._registered.models
             for tensor in (*model.parameters(), *model.buffers())
         }
-        return numbers | {
+        return {
             name: (id(tensor), version_of(tensor), tensor)  # another may reuse the ID of a lost one
             for name, tensor in tensors.items()
             if id(tensor) not in registered and not tensor.is_inference()

@@ -33,19 +33,9 @@ class Shadow:
         self.copy = copy.deepcopy(model).requires_grad_(False)
 
 
-class Momentum(torch.optim.SGD):
-    count = 0
-
-    def step(self, closure=None):
-        self.count += 1
-        self.velocities = {p: p.grad.clone() for p in self.param_groups[0]["params"][:1]}
-        return super().step(closure)
-
-
 class Teaching(Small):
     def setup(self, config):
-        model = make_model()
-        super().setup({"models": model, "optimizers": Momentum(model.parameters(), lr=0.1)})
+        super().setup({})
         self.teacher = copy.deepcopy(self.model).requires_grad_(False)
         self.fixed = torch.nn.Linear(2, 2)
         self.average = {"bias": torch.zeros(2)}
@@ -74,12 +64,9 @@ def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, 
         for _ in range(2):
             trainer.train()
     warnings = [r.message for r in caplog.records if "train_batch changed" in r.message]
-    expected = (
-        "changed self.teacher.0.weight, self.average['bias'], self.shadow.copy.0.bias, "
-        "Momentum.count, Momentum.velocities[0]. Checkpoints"
-    )
+    names = "self.teacher.0.weight, self.average['bias'], self.shadow.copy.0.bias"
     assert len(warnings) == (not keeps)
-    assert keeps or expected in warnings[0]
+    assert keeps or f"changed {names}. Checkpoints" in warnings[0]
 
 
 def test_a_state_that_is_not_loaded_is_a_warning(caplog):
