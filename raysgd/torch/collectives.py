@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -212,7 +211,6 @@ def watch_user_code(report: Callable[[str], None], restore: Callable[..., Any]) 
 
     DistributedDataParallel and modules of PyTorch do not count. `restore` gets what ends the watch.
     """
-    reference = weakref.WeakMethod(report)  # the operator may be discarded earlier
 
     def reporting(function: Any, *arguments: Any, **keywords: Any) -> Any:
         frame: Any = sys._getframe(1)
@@ -220,9 +218,8 @@ def watch_user_code(report: Callable[[str], None], restore: Callable[..., Any]) 
         if name.startswith(_PREFIXES) and backward_pass_number() == -1:
             while re.match(r"torch\.(?!nn\.)", caller := frame.f_globals.get("__name__", "")):
                 frame = frame.f_back
-            alive = reference()
-            if alive is not None and caller.partition(".")[0] not in ("torch", "raysgd"):
-                alive(name)
+            if caller.partition(".")[0] not in ("torch", "raysgd"):
+                report(name)
         return function(*arguments, **keywords)
 
     for module, name, function in _FIRST_CALLS:

@@ -130,8 +130,6 @@ backward_pass_number: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward pass that calls this, or -1. Public hooks only get tensors."""
 call_after_backward: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
 """Calls a function at the end of the current backward pass. Public hooks run within it."""
-foreach_copy: Callable[[Any, Any], Any] = torch._foreach_copy_
-"""Copies the second list of tensors into the first, with one kernel on a GPU if types are equal."""
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """Returns how often a tensor was changed in place, which no public attribute tells."""
 
@@ -143,7 +141,7 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         groups[pair[0].dtype, pair[1].dtype, pair[0].device].append(pair)
     for group in groups.values():
         into, content = map(list, zip(*group, strict=True))
-        foreach_copy(into, content)
+        torch._foreach_copy_(into, content)  # one kernel on a GPU
 
 
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
