@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import linecache
 import os
@@ -84,30 +83,10 @@ def last_frame(text: str) -> tuple[str, str]:
     return location if own else "", f'  File "{file}", line {line}, in {name}{code and ": " + code}'
 
 
-def groups_as_text(error: BaseException) -> BaseException:
-    """Return an error that prints folded groups, also among its causes, with members in a line."""
-    cause, text = error.__cause__, str(error)
-    cause = cause if cause in (None, error) else groups_as_text(cause)
-    if isinstance(error, BaseExceptionGroup) and error.exceptions[0].__traceback__ is None:
-        members = " ".join(repr(error.exceptions).split())
-        text += f"\n{members:.500} (RAYSGD_TRACEBACK=full shows each)"
-    elif cause is error.__cause__:
-        return error
-    kind = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
-    shown: BaseException = kind(text).with_traceback(error.__traceback__)
-    shown.__notes__, shown.__cause__ = getattr(error, "__notes__", []), cause
-    return shown
-
-
-def _print_groups_as_text(hook: Any, kind: Any, error: BaseException, trace: Any) -> None:
-    hook(type(shown := groups_as_text(error)), shown, trace)
-
-
 class FoldingTracebacks(contextlib.AbstractContextManager["FoldingTracebacks"]):
     """Removes frames from the tracebacks of errors, unless RAYSGD_TRACEBACK=full.
 
-    Only the first error of a chain keeps a frame: the last one of user code, if there is one. An
-    exception group and its members keep none. If a script does not catch it, it prints as text.
+    Only the first error of a chain keeps a frame: the last one of user code, if there is one.
     """
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -121,13 +100,9 @@ class FoldingTracebacks(contextlib.AbstractContextManager["FoldingTracebacks"]):
         while (cause := errors[-1].__cause__) is not None and cause not in errors:
             errors.append(cause)
         (error := errors[-1]).__suppress_context__ = True
-        entries, entry = [], None if isinstance(error, BaseExceptionGroup) else error.__traceback__
+        entries, entry = [], error.__traceback__
         for each in errors:
             each.__traceback__ = None
-            if isinstance(each, BaseExceptionGroup):
-                errors += each.exceptions
-                if getattr(sys.excepthook, "func", None) is not _print_groups_as_text:
-                    sys.excepthook = functools.partial(_print_groups_as_text, sys.excepthook)
         while entry is not None:
             entries.append(entry)
             entry = entry.tb_next

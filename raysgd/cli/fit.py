@@ -18,7 +18,7 @@ from typing import Any
 from raysgd._internal.arguments import unknown_argument
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
-from raysgd._internal.tracebacks import groups_as_text, is_user_file
+from raysgd._internal.tracebacks import is_user_file
 from raysgd._internal.values import json_dict
 from raysgd.callbacks import CheckpointCallback
 from raysgd.errors import RaySGDError
@@ -149,4 +149,4 @@ def describe_error(error: Exception) -> tuple[str, int]:
     )
     if is_refused:
         return str(error), 2
-    return "".join(traceback.format_exception(groups_as_text(error))).rstrip(), 1
+    return "".join(traceback.format_exception(error)).rstrip(), 1
