@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import io
 import itertools
@@ -122,7 +121,7 @@ class Records(ABC):
                         f"{type(self).__name__}({path!r}): {name} is a folder. Pass its files, or "
                         "a pattern such as 'folder/*.txt'."
                     )
-                stamp, version = _retry(functools.partial(_stamp, fs, name))
+                stamp, version = _retry(_stamp, fs, name)
                 self._versions[len(self.paths)] = version
                 self.paths.append(fs.unstrip_protocol(name) if is_remote(fs) else name)
                 self._stamps.append(stamp)
@@ -361,13 +360,13 @@ def _find_files(fs: Any, pattern: str) -> list[str]:
     """Return the files that match a pattern, unless hidden. A path that exists is no pattern."""
     marks = "[*[]" if pattern.startswith(_WEB) else "[*?[]"
     path = literal = _without_query(pattern)
-    while re.search(marks, literal) and not _retry(functools.partial(fs.exists, literal)):
+    while re.search(marks, literal) and not _retry(fs.exists, literal):
         literal = literal.rpartition("/")[0]
     if literal == path:
         return [pattern]
     start = len(literal)
     pattern = re.sub(marks, r"[\g<0>]", literal) + pattern[start:]
-    names = sorted(_retry(functools.partial(fs.glob, pattern)))
+    names = sorted(_retry(fs.glob, pattern))
     return [name for name in names if "/." not in name[start:] or "/." in path[start:]]
 
 
@@ -385,11 +384,11 @@ def _stamp(fs: Any, path: str) -> tuple[str, str]:
     return f"{info['size']} {version}", ""
 
 
-def _retry(function: Callable[[], T]) -> T:
+def _retry(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function again after errors of the network, which can have any class."""
     for attempt in itertools.count(1):
         try:
-            return function()
+            return function(*arguments)
         except Exception as error:
             # fsspec reports any failed request as a missing file.
             hidden = error.__cause__ if isinstance(error, FileNotFoundError) else None
