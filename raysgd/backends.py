@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 
 __all__ = ["CollectiveBackend", "WorkerContext", "backend_names", "create_backend"]

@@ -17,10 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.progress import Progress
-from raysgd._internal.runner import PausedError, Request, RetrySplitError, Runner
+from raysgd._internal.runner import PausedError, Request, RetrySplitError, Runner, WorkerContext
 from raysgd._internal.tracebacks import last_frame, stacks
 from raysgd.cluster import process, serialization
 from raysgd.cluster.host_monitor import DriverWatch

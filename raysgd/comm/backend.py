@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 
 
 class CollectiveBackend(ABC):

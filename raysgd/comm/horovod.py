@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, worker_address
 

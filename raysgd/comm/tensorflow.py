@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import refuse_triton
+from raysgd._internal.runner import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
 from raysgd.comm.network import driver_address, worker_address

@@ -17,7 +17,7 @@ import torch.distributed.nn.functional  # noqa: F401  before a group, which its 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from raysgd._internal.config import env_seconds
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derive_key
 from raysgd.comm.gloo import Connector, GlooGroup

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import Progress
+from raysgd._internal.runner import WorkerContext
 from raysgd.cluster.worker import WorkerLocation
 from raysgd.elastic.config import ElasticConfig
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.cluster.actor_group import AnySlot
 from raysgd.cluster.group_options import PROCESS_START_S, START_ADVICE
 from raysgd.cluster.worker import Outcome, Worker

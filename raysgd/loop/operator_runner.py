@@ -12,10 +12,9 @@ from typing import Any
 
 from raysgd._internal import progress
 from raysgd._internal.config import BATCH_SIZE, worker_config
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
-from raysgd._internal.runner import Request, Runner
+from raysgd._internal.runner import Request, Runner, WorkerContext
 from raysgd.checkpoint.file import manifest_entries, write_state
 from raysgd.cluster.large_values import FileContent, IncomingValue
 from raysgd.cluster.serialization import find_unpicklable

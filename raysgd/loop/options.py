@@ -21,7 +21,7 @@ from raysgd._internal.arguments import (
     set_fields,
 )
 from raysgd._internal.config import BATCH_SIZE, round_batch
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import PackedValue, pack

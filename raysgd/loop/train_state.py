@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from raysgd._internal.collectives import Collectives
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves, preserving
 from raysgd._internal.progress import HeldState
+from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch

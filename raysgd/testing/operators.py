@@ -34,7 +34,7 @@ def run_operator(
     The arguments are the same as those of the trainer. `scheduler_step_freq` is required if
     ``setup`` registers schedulers.
     """
-    from raysgd._internal.context import WorkerContext
+    from raysgd._internal.runner import WorkerContext
     from raysgd.tf.operator import TrainingOperator as KerasOperator
 
     arguments: Any = {"training_operator_cls": operator_cls, "config": config, "use_fp16": use_fp16}

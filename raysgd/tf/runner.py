@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import frozen_imports, refuse_triton
+from raysgd._internal.runner import WorkerContext
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.operator_runner import OperatorRunner

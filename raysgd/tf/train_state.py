@@ -12,9 +12,9 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras 3.15 has no public API for this
 from keras.src.random.seed_generator import global_seed_generator
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import try_copy
+from raysgd._internal.runner import WorkerContext
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives

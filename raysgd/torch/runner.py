@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
+from raysgd._internal.runner import WorkerContext
 from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.operator_runner import OperatorRunner
 from raysgd.torch.collectives import watch_user_code

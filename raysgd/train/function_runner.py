@@ -6,9 +6,8 @@ import os
 import sys
 from typing import Any
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
-from raysgd._internal.runner import Request, Runner
+from raysgd._internal.runner import Request, Runner, WorkerContext
 from raysgd.cluster import process
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.requests import ApplyRequest

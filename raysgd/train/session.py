@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.worker_session import RunSpec, Session, process_state, worker_context
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.nonfinite import Finiteness, find_newly_nonfinite, finiteness
+from raysgd._internal.runner import WorkerContext
 from raysgd._internal.values import numbers_in
 from raysgd.cluster.process import end_wandb
 from raysgd.cluster.serialization import PackedValue, pack, portable_pickler, unpicklable_key

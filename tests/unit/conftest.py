@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
 from tests.operators import Classifier, local
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from raysgd._internal.arguments import check_choice, check_timeout
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import CollectiveBackend
 from raysgd.comm.torch import TorchCollectiveBackend, TorchRendezvous
 from raysgd.train.data_parallel_trainer import DataParallelTrainer

@@ -14,9 +14,8 @@ from dataclasses import replace
 import pytest
 
 from raysgd._internal import tracebacks
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import Progress, ReportedPosition
-from raysgd._internal.runner import PausedError
+from raysgd._internal.runner import PausedError, WorkerContext
 from raysgd.backends import CollectiveBackend
 from raysgd.cluster.serialization import PackedValue, pack
 from raysgd.cluster.worker import CarriedError, Worker

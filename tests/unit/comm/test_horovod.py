@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import horovod as module
 from raysgd.comm.horovod import (
@@ -110,7 +110,7 @@ def test_bfloat16_is_refused_by_name():
 RANK = """
 import os, pickle, sys
 import horovod.torch as hvd, torch
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
 
 rank, rendezvous = int(sys.argv[1]), pickle.loads(bytes.fromhex(sys.argv[2]))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import tensorflow as module
 from raysgd.comm.network import LOOPBACK

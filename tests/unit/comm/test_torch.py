@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.comm import torch as torch_backend
 from raysgd.comm.network import LOOPBACK, listeners

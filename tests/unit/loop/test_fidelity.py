@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig
-from raysgd._internal.context import WorkerContext
-from raysgd._internal.runner import RetrySplitError
+from raysgd._internal.runner import RetrySplitError, WorkerContext
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import HeldState
+from raysgd._internal.runner import WorkerContext
 from raysgd.data import Dataset
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.errors import CheckpointError

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.loop_control import LoopControl, StepInterruptedError
 from raysgd.loop.segment import Segment

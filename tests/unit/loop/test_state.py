@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import HeldState
+from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError

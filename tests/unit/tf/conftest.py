@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 

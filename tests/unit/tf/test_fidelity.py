@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.loop.requests import TrainRequest
 from raysgd.tf.communication import KerasCollectives
 from raysgd.tf.losses import MeanLoss, _multiply_weights

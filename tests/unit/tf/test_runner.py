@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 from raysgd import TFTrainer  # noqa: E402
-from raysgd._internal.context import WorkerContext  # noqa: E402
+from raysgd._internal.runner import WorkerContext  # noqa: E402
 from raysgd.elastic.config import ElasticConfig  # noqa: E402
 from raysgd.loop.requests import TrainRequest  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd import TrainingOperator
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
 from raysgd.elastic.snapshots import collect_shards

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raysgd import TrainingOperator
 from raysgd._internal import step_timing
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from tests.operators import Classifier, local, make_model, register_all

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.torch.features.micro_batching import num_rows, ran_out_of_memory, rows_of

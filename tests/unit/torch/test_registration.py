@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from raysgd import ElasticConfig, EqualBits, TrainingOperator
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.data import Dataset, Stream, text
 from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError

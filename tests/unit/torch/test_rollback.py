@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysgd import TrainingOperator
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig
 from raysgd._internal.config import BATCH_SIZE
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.progress import Progress
-from raysgd._internal.runner import PausedError
+from raysgd._internal.runner import PausedError, WorkerContext
 from raysgd.cluster import large_values
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker

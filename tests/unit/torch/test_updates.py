@@ -9,8 +9,8 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from raysgd import ElasticConfig, EqualBits, TorchTrainer, TrainingOperator
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.nested import map_leaves, try_copy
+from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import EMA
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest

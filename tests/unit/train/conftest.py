@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.train.worker_session import RunSpec, Session, process_state
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raysgd import train
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train import integrations, worker_session
 from raysgd.train.function_runner import EndRunRequest, FunctionRunner, NextResultRequest

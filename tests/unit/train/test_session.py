@@ -3,7 +3,7 @@
 import pytest
 
 from raysgd import train
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.train import session
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.session import TrainContext

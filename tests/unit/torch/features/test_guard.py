@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Guard, TrainingOperator
 from raysgd._internal import step_timing
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import FORWARD
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.loop_control import StepInterruptedError

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from raysgd import ElasticConfig, EqualBits, TrainingOperator
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.data.partition import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import BadSteps, TrainingOperator
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.loop.requests import TrainRequest
 from raysgd.torch.feature_list import ORDERS
 from raysgd.torch.options import TorchOptions

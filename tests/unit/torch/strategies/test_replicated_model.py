@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.replicated_exchange import ReplicatedExchange, WrapperExchange

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import ElasticConfig, TrainingOperator
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.nested import map_leaves
+from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.cluster import large_values, serialization
 from raysgd.elastic.snapshots import collect_shards

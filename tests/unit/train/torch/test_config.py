@@ -7,7 +7,7 @@ import cloudpickle
 import pytest
 import torch.distributed as dist
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.runner import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train.function_runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.torch import TorchConfig
