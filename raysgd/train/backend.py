@@ -29,7 +29,7 @@ from raysgd.elastic.events import Event
 from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import ApplyRequest
 from raysgd.train.arguments import pickle_function
-from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
+from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy, RunCheckpoints
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 from raysgd.train.datasets import Datasets
 from raysgd.train.framework import (
@@ -42,7 +42,6 @@ from raysgd.train.framework import (
 )
 from raysgd.train.function_runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.result_queue import GrowthPolicy, TrainingResult, check_in_step
-from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.worker_group import WorkerGroup, group_options
 from raysgd.train.worker_session import RunSpec
 

@@ -12,8 +12,8 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy
 from raysgd.train.backend import BackendConfig, BackendExecutor
+from raysgd.train.checkpoint import RunCheckpoints
 from raysgd.train.result_queue import TrainingResult
-from raysgd.train.run_checkpoints import RunCheckpoints
 
 
 def keep(checkpoints, *states):
