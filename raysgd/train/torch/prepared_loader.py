@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -81,9 +80,6 @@ class PreparedLoader(DataLoader[Any]):
         if not self._is_partitioned:
             self._set_weight = _ignore  # only the user knows which samples a worker has
             self._source: Any = BatchSource(loader, has_length=False)
-            sampler: Any = loader.sampler
-            if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
-                sampler.set_epoch = functools.partial(_set_epoch, sampler, seed)
             return
         if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
@@ -196,11 +192,6 @@ class PreparedLoader(DataLoader[Any]):
                 f"This loader has no position, because the order of its {type(sampler).__name__} "
                 f"is random, and raysgd does not split it. {_ADVICE}"
             )
-
-
-def _set_epoch(sampler: Any, seed: int, epoch: int) -> None:
-    if hasattr(sampler, "generator"):
-        sampler.generator = torch.Generator().manual_seed(seed + epoch)
 
 
 def _prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
