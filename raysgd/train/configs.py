@@ -112,11 +112,7 @@ def as_run_config(run_config: Any) -> RunConfig:
             "parent folder as storage_path."
         )
     if config.storage_path is not None:
-        advice = (
-            "Mount the storage, copy Result.path to it after fit(), or save to the URL in the "
-            "training function with raysgd.checkpoint.CheckpointStore(url)."
-        )
-        as_path("storage_path", config.storage_path, advice)
+        as_path("storage_path", config.storage_path)
     return config
 
 

@@ -109,7 +109,7 @@ WRONG_VALUES = [
     ({"scaling_config": ScalingConfig(num_workers=0)}, "num_workers"),
     ({"scaling_config": {"resources_per_worker": {"GPU": 1}}}, "use_gpu"),
     ({"run_config": RunConfig(name="..")}, "must be the name of a folder"),
-    ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL.*CheckpointStore"),
+    ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL.*Mount the storage"),
     ({"run_config": RunConfig(failure_config=FailureConfig(-2))}, r"\(max_failures=-2\)"),
 ]
 
