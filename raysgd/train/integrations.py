@@ -25,13 +25,7 @@ def newest_checkpoint_path(name: str) -> str | None:
         return None
     folder = checkpoint.to_directory()
     weakref.finalize(process_state.session, shutil.rmtree, folder, ignore_errors=True)
-    path = Path(folder, name)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"get_checkpoint_path(): the newest checkpoint contains no {name!r}. For a checkpoint "
-            "that is not from RayTrainReportCallback, call raysgd.train.get_checkpoint()."
-        )
-    return str(path)
+    return str(Path(folder, name))
 
 
 def check_rank(rank: int, size: int, advice: str) -> None:
