@@ -76,7 +76,6 @@ class Trainer:
         self._executor = BackendExecutor(self._config, **arguments)
         self.latest_run_dir: Path | None = None
         """Folder of the newest run; None before the first run."""
-        self._iterator: TrainingIterator | None = None
         self.logdir = run_folder("train", logdir)
         if logdir is None:
             self.logdir = make_folder(self.logdir)  # another trainer may use the same name
@@ -147,13 +146,11 @@ class Trainer:
         function = bind_config(train_func, config)
         if not self._executor.is_started:
             raise RuntimeError("The trainer is not started. Call start() first.")
-        if self._iterator is not None:
-            self._iterator.abandon()
+        self._executor.abort()
         folder = new_folder(self.logdir, (f"run_{number:03d}" for number in itertools.count(1)))
         self.latest_run_dir = folder
         self._executor.start_training(function, folder, dataset, checkpoint, checkpoint_strategy)
-        self._iterator = TrainingIterator(self._executor)
-        return self._iterator
+        return TrainingIterator(self._executor)
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Create an object of a class on every worker, with the backend set up.
@@ -214,27 +211,31 @@ class TrainingIterator(Iterator[list[dict[str, Any]]]):
 
     def __init__(self, executor: BackendExecutor) -> None:
         self._executor = executor
+        self._checkpoints = executor.checkpoints  # each run has its own
         self._results: list[Any] | None = None
-        self._replaced = False
         self._reports = self._generate()
 
     def _generate(self) -> Generator[list[dict[str, Any]]]:
-        while (reports := self._executor.fetch_next_result()) is not None:
+        while not self._is_replaced() and (reports := self._executor.fetch_next_result()):
             yield reports
-        self._results = self._executor.finish_training()
-
-    def __next__(self) -> list[dict[str, Any]]:
-        """Wait for the next reports. Raise the exception of the function if it fails."""
-        if self._replaced:
+        if self._is_replaced():
             raise RuntimeError(
                 "Another run of the trainer has ended this iterator. Finish an iterator before the "
                 "next run, or call get_final_results(force=True)."
             )
+        self._results = self._executor.finish_training()
+
+    def _is_replaced(self) -> bool:
+        return self._executor.checkpoints is not self._checkpoints
+
+    def __next__(self) -> list[dict[str, Any]]:
+        """Wait for the next reports. Raise the exception of the function if it fails."""
         return next(self._reports)
 
     def is_finished(self) -> bool:
         """Return whether the run has ended, with or without an error."""
-        return inspect.getgeneratorstate(self._reports) == inspect.GEN_CLOSED
+        is_closed = inspect.getgeneratorstate(self._reports) == inspect.GEN_CLOSED
+        return is_closed or self._is_replaced()
 
     def get_final_results(self, force: bool = False) -> list[Any] | None:
         """Return the results of the function by rank; None before the run has finished.
@@ -245,10 +246,3 @@ class TrainingIterator(Iterator[list[dict[str, Any]]]):
             self._reports.close()
             self._results = self._executor.finish_training()
         return self._results
-
-    def abandon(self) -> None:
-        """End the run."""
-        if not self.is_finished():
-            self._reports.close()
-            self._executor.abort()
-            self._replaced = True

@@ -8,19 +8,16 @@ from raysgd.train.trainer import TrainingIterator
 class Executor:
     """Returns the given reports and results. Raises those that are exceptions."""
 
+    checkpoints = None
+
     def __init__(self, *reports, final=("done",)):
         self._reports = list(reports)
         self._final = final
-        self.calls = []
-
-    def abort(self):
-        self.calls.append("abort")
 
     def fetch_next_result(self):
         return self._given(self._reports.pop(0) if self._reports else None)
 
     def finish_training(self):
-        self.calls.append("finish")
         self._reports.clear()
         return self._given(self._final)
 
@@ -49,12 +46,11 @@ def test_a_function_that_raises_stop_iteration_does_not_look_finished():
         list(iterator)
 
 
-def test_an_abandoned_run_raises_an_error():
+def test_an_iterator_that_another_run_has_ended_raises_an_error():
     executor = Executor([{"n": 0}], [{"n": 1}])
     iterator = TrainingIterator(executor)
     next(iterator)
-    iterator.abandon()
-    assert executor.calls == ["abort"]
+    executor.checkpoints = "of another run"
     assert iterator.is_finished()
     with pytest.raises(RuntimeError, match=r"get_final_results\(force=True\)"):
         next(iterator)
