@@ -444,14 +444,6 @@ class TrainingOperator(OperatorBase):
         required = ("model_creator", "optimizer_creator")
         return creator_class("from_creators", bases, creators, required, serialize_data_creation)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_amp", "_amp_scaler"):
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}. Use self.autocast(), self.backward(loss), "
-                "and self.optimizer_step(optimizer) instead."
-            )
-        return super().__getattr__(name)
-
 
 class CreatorOperator(TorchCreators, TrainingOperator):
     """An operator that creator functions define, see ``TrainingOperator.from_creators``."""

@@ -353,17 +353,6 @@ def test_a_map_style_data_set_may_be_a_loader():
     assert trainer.train()["num_samples"] == 32
 
 
-def test_own_loss_scaling_fails_with_a_message_that_names_the_methods():
-    class Operator(HabitOperator):
-        def train_batch(self, batch, batch_info):
-            with self._amp.autocast():
-                loss = self.criterion(self.model(batch[0]), batch[1])
-            self._amp_scaler.scale(loss).backward()
-
-    with pytest.raises(AttributeError, match=r"autocast.*self\.backward.*self\.optimizer_step"):
-        train_alone(Operator)
-
-
 def test_a_state_with_schedulers_loads_where_none_are_registered(caplog):
     _, trainer = train_alone(HabitOperator)
     trainer.load_state_dict({**trainer.state_dict(), "schedulers": [{"last_epoch": 3}]})
