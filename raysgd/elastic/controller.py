@@ -1,6 +1,6 @@
 """Runs calls on all workers of a group, through failures.
 
-`Controller._advance` decides what the group needs next. Workers only answer: `WorkerStarter` and
+`Controller._repair` decides what the group needs next. Workers only answer: `WorkerStarter` and
 `GroupFormer` call `create_runner`, `set_up`, and `rejoin` of a `Worker`, `Supervisor` sends each
 attempt at a call to `handle`, and `GroupRpc` sends other requests, and control messages such as
 `interrupt`. After the loss of a worker, for example::
@@ -170,15 +170,17 @@ class Controller:
         """Repair the group and send it the call, until the call has returned or failed."""
         while True:
             self._check_open()
-            result = self._advance()
+            if (result := self._repair()) is None:
+                self.state = "running"
+                result = self._supervisor.run_attempt()  # here: short tracebacks of users
             self.state = "ready" if result.is_ready else "broken"
             if result.lost:
                 self._remove_lost(result.lost)
             if result.error is not None or result.outcomes is not None:
                 return result
 
-    def _advance(self) -> AttemptResult:
-        """Take the next step of a repair, or send the call to a group that is ready."""
+    def _repair(self) -> AttemptResult | None:
+        """Take the next step of a repair. Return None if the group needs none."""
         former, policy, num_workers = self._former, self.policy, len(self.members)
         self._supervisor.observe({})
         joining, leaving = self._starter.membership_changes()
@@ -191,8 +193,7 @@ class Controller:
             former.await_workers(self._num_required)
             return AttemptResult(is_ready=self.state == "ready")
         if self.state == "ready" and not joining and not leaving:
-            self.state = "running"
-            return self._supervisor.run_attempt()
+            return None
         self.state = "broken"
         if policy.process_can_rejoin and len(leaving) < num_workers:
             return former.rejoin()
