@@ -175,16 +175,7 @@ class TrainingOperator(OperatorBase):
         count, is_clear = batch.count_samples(drawn)
         # Elsewhere, the number is the weight of the loss, too.
         if not is_clear and type(self).num_items is TrainingOperator.num_items:
-            self._train_state.settings.warn_once(
-                "samples",
-                "The number of samples in a batch is not clear: its tensors have %s rows, and the "
-                "loader joined %s samples. raysgd counts %d samples. If losses are means over "
-                "something else, override num_items(batch).",
-                sorted(batch.lengths),
-                "unknown" if drawn is None else drawn,
-                count,
-                anywhere=True,
-            )
+            self._update_features.checks.warn_of_unclear_samples(batch, drawn, count)
         return count
 
     def count_for_backward(

@@ -98,17 +98,23 @@ class StepChecks(UpdateFeature):
         has_weight = registered.exchange.averaging_size > 1 or not update.has_one_micro_batch
         if not has_weight or segment is None or (drawn := segment.num_collated) is None:
             return
-        num_rows, is_clear = ParsedBatch((segment.batch,), {}, None).count_samples(drawn)
+        batch = ParsedBatch((segment.batch,), {}, None)
+        _, is_clear = batch.count_samples(drawn)
         if not is_clear:
-            registered.warn_once(
-                "samples",
-                "The loader joined %d samples, and the tensors of the batch have %d rows. raysgd "
-                "weights the batch by the samples. If the collate_fn dropped or added samples, "
-                "call self.backward(loss, num_samples=count).",
-                drawn,
-                num_rows,
-                anywhere=True,
-            )
+            self.warn_of_unclear_samples(batch, drawn, drawn)
+
+    def warn_of_unclear_samples(self, batch: ParsedBatch, drawn: int | None, count: int) -> None:
+        self._registered.warn_once(
+            "samples",
+            "The number of samples in a batch is not clear: its tensors have %s rows, and the "
+            "loader joined %s samples. raysgd counts %d samples. If losses are means over "
+            "something else, override num_items(batch), or call self.backward(loss, "
+            "num_samples=count) in a train_batch of your own.",
+            sorted(batch.lengths),
+            "unknown" if drawn is None else drawn,
+            count,
+            anywhere=True,
+        )
 
     def before_backward(self, count: LossCount) -> None:
         update, registered = self._registered.update, self._registered
