@@ -261,7 +261,7 @@ class OwnStep(Dropping):
 def test_own_step_warns_of_dropped_samples(monkeypatch, caplog, collate_fn, warns):
     monkeypatch.setattr(OwnStep, "collate_fn", staticmethod(lambda rows: collate_fn(rows)))
     train(OwnStep, {"accumulation": 2})
-    assert warns == ("joined 4 samples, and the tensors of the batch have" in caplog.text)
+    assert warns == ("rows, and the loader joined 4 samples" in caplog.text)
 
 
 class Idle(OwnStep):
