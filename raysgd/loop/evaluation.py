@@ -14,6 +14,7 @@ from raysgd.loop.call_record import CallRecord
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase, as_metrics
 from raysgd.loop.requests import ValidateRequest
+from raysgd.loop.sources import empty_loader_error
 from raysgd.metrics import NUM_SAMPLES, with_weight
 
 
@@ -69,9 +70,7 @@ class Evaluation:
                 offset = 0
                 continue
             if is_empty:
-                context = train_state.context
-                rank = context.world_rank if context.world_size > 1 else None
-                raise empty_loader_error("validation", source, rank)
+                raise empty_loader_error("validation", source)
             offset = 0 if ends_epoch else source.offset_after(offset, num_steps)
             if steps_left is None or (num_steps == 0 and not batches.is_exhausted):
                 break
@@ -184,14 +183,3 @@ class _EvaluationBatches(Iterator[Any]):
             raise
         self.num_finished_steps += 1
         return self.batch
-
-
-def empty_loader_error(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
-    """Return the error for an empty loader. `rank` is the worker that registered it."""
-    name = f"{name} loader"
-    if rank is not None and not source.is_partitioned:
-        name += f" of worker {rank}"
-    return RuntimeError(
-        f"The {name} has no batches: {source.describe()}. Use more data, a smaller batch size, or "
-        "drop_last=False. An iterator can be read only once, so register a list or a DataLoader."
-    )

@@ -29,13 +29,14 @@ from typing import Any
 from raysgd._internal.runner import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_record import CallRecord
-from raysgd.loop.evaluation import Evaluation, empty_loader_error
+from raysgd.loop.evaluation import Evaluation
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import CallbackPause, TrainRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.snapshots import SnapshotTaker
+from raysgd.loop.sources import empty_loader_error
 from raysgd.loop.state_access import StateAccess
 from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
@@ -64,7 +65,6 @@ class Loop:
         train_state = self.train_state = operator._train_state
         self._position = train_state.position
         self.source = BatchSource(())  # of the newest call of ``train``
-        self._rank_with_fewest: int | None = None
         self._next_log_step: int | None = None  # step that ends a segment, so that it is logged
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_record = CallRecord(train_state)
@@ -211,19 +211,18 @@ class Loop:
             pause_step=min(pauses, default=math.inf),
             break_ends_epoch=break_ends_epoch,
         )
-        if segment.total_steps == 0 and segment.start_offset == 0:
-            raise empty_loader_error("train", self.source, self._rank_with_fewest)
         train_state.segment = segment
         return segment
 
     def _agree_on_epoch(self) -> tuple[int | None, Callable[[int], int] | None]:
         """Return `steps_left` and `agree_on_batch` of a segment that all workers read alike."""
         train_state, source = self.train_state, self.source
-        self._rank_with_fewest = None
         source.current_epoch, offset = self._position.epoch, self._position.offset
         if source.unread is None:  # first, because the length may depend on the epoch
             source.agree_on_order(source.current_epoch, offset, train_state.collectives)
         steps_left = source.steps_left(offset)
+        if steps_left == 0 and offset == 0:  # only the worker with the empty loader raises
+            raise empty_loader_error("train", source)
         if source.is_partitioned or train_state.context.world_size == 1:
             return steps_left, None
         # The workers' own loaders can differ in length. The shortest one ends the epoch.
@@ -232,12 +231,10 @@ class Loop:
         return self._fewest_batches(steps_left), None
 
     def _fewest_batches(self, number: int) -> int:
-        """Return the minimum of `number` over all workers, and store the rank of that worker."""
-        number = min(number, 2**40)  # the product must fit into 64 bits
-        context, collectives = self.train_state.context, self.train_state.collectives
-        (smallest,) = collectives.all_reduce_min(number * context.world_size + context.world_rank)
-        least, self._rank_with_fewest = divmod(smallest, context.world_size)
-        return least
+        """Return the minimum of `number` over all workers."""
+        number = min(number, 2**62)  # it must fit into 64 bits
+        (smallest,) = self.train_state.collectives.all_reduce_min(number)
+        return smallest
 
     def _end_at_bad_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""
@@ -261,11 +258,9 @@ class Loop:
     def _check_empty_segment(self, segment: Segment, request: TrainRequest) -> None:
         """Raise an error for a segment without a step, warn of it, or add an epoch to the call.
 
-        The loader is empty, was at its end, or the loop did not ask for a batch.
+        The loader was at its end, or the loop did not ask for a batch.
         """
         if segment.epoch_is_over:
-            if segment.start_offset == 0:
-                raise empty_loader_error("train", segment.source, self._rank_with_fewest)
             position, call = self._position, self.call_record.call
             is_last = position.epoch + 1 >= (request.until_epoch or 0) + call.extra_epochs
             if position.global_step == call.start_step and is_last and request.adds_epoch:

@@ -16,6 +16,7 @@ from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
 from raysgd.data.source import BatchSource
 from raysgd.loop.loop_control import LoopControl
+from raysgd.loop.sources import empty_loader_error
 from raysgd.loop.train_state import TrainState
 
 _NO_BATCH = object()
@@ -139,8 +140,10 @@ class Segment(Iterator[Any]):
             self.has_loader_failed = True
             raise
         timing.begin(OTHER)
-        # `_prefetched` keeps the batch if a worker is lost during this collective.
         agree, has_batch = self.agree_on_batch, self._prefetched is not _NO_BATCH
+        if not (has_batch or self.start_offset or self.num_committed or self._drawn):
+            raise empty_loader_error("train", self.source)
+        # `_prefetched` keeps the batch if a worker is lost during this collective.
         if self.compares_samples:
             self.source.check_same_samples(self._train_state.collectives)
         elif agree is not None and not agree(has_batch):

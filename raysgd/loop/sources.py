@@ -255,3 +255,11 @@ def missing_loader_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
     )
+
+
+def empty_loader_error(name: str, source: BatchSource) -> RuntimeError:
+    return RuntimeError(
+        f"The {name} loader has no batches: {source.describe()}. Use more data, a smaller batch "
+        "size, or drop_last=False. An iterator can be read only once, so register a list or a "
+        "DataLoader."
+    )

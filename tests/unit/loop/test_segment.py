@@ -142,7 +142,7 @@ def groups_of(train_state, steps, after=None, pause=None):
 
 @given(
     size=st.integers(1, 5),
-    count=st.integers(0, 14),
+    count=st.integers(1, 14),
     limit=st.none() | st.integers(1, 15),
     length_known=st.booleans(),
     is_partitioned=st.booleans(),
