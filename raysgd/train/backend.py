@@ -169,6 +169,7 @@ class BackendExecutor:
         """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
+            self._run.growth_policy.forget_checkpoint()
             self._run.datasets.send(self._run.controller.members)
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:

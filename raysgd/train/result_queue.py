@@ -176,6 +176,10 @@ class GrowthPolicy:
         self._saves_first: bool | None = None  # None before the first result
         self._awaits_report = False  # the newest result is a checkpoint that a report may follow
 
+    def forget_checkpoint(self) -> None:
+        """Forget a checkpoint from which the workers start again, before its report."""
+        self._awaits_report = False
+
     def may_grow_after(self, result: TrainingResult) -> bool:
         """Return whether a restart after this result, with `result.iteration`, skips no report."""
         if self._saves_first is None:

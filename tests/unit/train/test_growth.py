@@ -1,6 +1,5 @@
 """When the group of a training function grows."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -30,23 +29,34 @@ TURNS = {
         ("SRBE", [1, 2]),
         ("RRE", []),
         ("RNSE", [2]),
+        ("S|RSRE", [4]),  # after a restart, the order is the same
     ],
 )
 def test_growth_loses_and_repeats_no_report(turns, grown_at):
     policy, grown = GrowthPolicy(), []
     for number, turn in enumerate(turns):
-        if policy.may_grow_after(TURNS[turn]):
+        if turn == "|":
+            policy.forget_checkpoint()
+        elif policy.may_grow_after(TURNS[turn]):
             grown.append(number)
     assert grown == grown_at
 
 
-def test_a_report_at_which_the_group_grows_counts():
-    executor, turns, iterations = BackendExecutor(BackendConfig()), iter("SNRE"), []
+def test_after_a_loss_between_a_checkpoint_and_its_report_growth_waits_for_the_next_report():
+    executor = BackendExecutor(BackendConfig())
+    turns, iterations = iter("SSNRE"), []
+
+    def run(call):
+        if (turn := next(turns)) == "S":
+            executor._prepare_workers()  # a loss before each checkpoint restarts the workers
+        return [SimpleNamespace(unpack=lambda: TURNS[turn])]
+
     controller = executor._workers = executor._controller = SimpleNamespace(
         check_process=lambda: None,
         grow=lambda: iterations.append(executor.checkpoints.iteration),
-        run=lambda call: [SimpleNamespace(unpack=partial(TURNS.get, next(turns)))],
+        members=[],
+        run=run,
     )
     executor._run = _Run(controller, RunSpec(), executor.checkpoints, Datasets(None), Call())
     executor.finish_training()
-    assert iterations == [1]
+    assert iterations == [1]  # the report counts
