@@ -22,8 +22,9 @@ from raysgd.errors import CallbackError
 logger = logging.getLogger(__name__)
 
 
-_FOLDER_OWNERS: dict[str, _AttachedCallback] = {}
-"""Folders of checkpoints, with the callbacks that save into them, during calls of trainers."""
+_SHARED = "{} save into {}, and would remove checkpoints of each other. Give each its own folder."
+_FOLDER_OWNERS: dict[str, CallbackList] = {}
+"""Folders of checkpoints, with the callbacks of the trainer whose call saves into it."""
 
 
 @dataclass(eq=False)
@@ -123,17 +124,14 @@ class CallbackList:
         An inner call, such as ``train()`` in ``fit()``, leaves ``on_exception`` to the outer one.
 
         Raises:
-            ValueError: if two callbacks, of any trainers, save into the same folder meanwhile.
+            ValueError: if a trainer in another thread saves into the same folder meanwhile.
         """
         with contextlib.ExitStack() as ending:
-            for entry in () if self._depth else self._entries:
-                if (location := entry.callback.folder_in(trainer.logdir)) is not None:
+            for callback in () if self._depth else self:
+                if (location := callback.folder_in(trainer.logdir)) is not None:
                     folder = os.path.realpath(location.name)
-                    if _FOLDER_OWNERS.setdefault(folder, entry) is not entry:
-                        raise ValueError(
-                            f"Two CheckpointCallbacks save into {location.label}, and would remove "
-                            "checkpoints of each other. Give each its own folder."
-                        )
+                    if _FOLDER_OWNERS.setdefault(folder, self) is not self:
+                        raise ValueError(_SHARED.format("Two trainers", folder))
                     ending.callback(_FOLDER_OWNERS.pop, folder, None)
             self._depth += 1
             try:
@@ -303,12 +301,14 @@ def _callback_error(entry: _AttachedCallback, hook: str, error: Exception) -> Ca
     return failure
 
 
-def as_callbacks(caller: str, callbacks: Any, logdir: Path | None) -> list[Callback]:
-    """Return a list of callbacks, after checking them.
+def as_callbacks(
+    caller: str, callbacks: Any, logdir: Path | None, attached: Iterable[Callback] = ()
+) -> list[Callback]:
+    """Return a list of callbacks, after checking them and those that are `attached`.
 
     Raises:
         TypeError: if one is not an instance of Callback.
-        ValueError: if one needs a folder, and the trainer has no `logdir`.
+        ValueError: if one needs a folder, and the trainer has no `logdir`, or if two save into one.
     """
     checked: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [None]
     for callback in checked:
@@ -322,6 +322,10 @@ def as_callbacks(caller: str, callbacks: Any, logdir: Path | None) -> list[Callb
                 f"{type(callback).__name__} needs a folder. Pass a folder for the run to the "
                 "trainer: logdir='runs/1'."
             )
+    found = [each.folder_in(logdir) for each in (*attached, *checked)]
+    folders = [folder for folder in found if folder is not None]
+    if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
+        raise ValueError(_SHARED.format(f"{caller}: two CheckpointCallbacks", folders[-1].label))
     return checked
 
 

@@ -99,7 +99,7 @@ class FitLoop:
         arguments = replace(arguments, num_epochs=arguments.num_epochs or sys.maxsize)
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
-        added = as_callbacks(where, callbacks, trainer.logdir)
+        added = as_callbacks(where, callbacks, trainer.logdir, callback_list)
         kinds = (EpochLines, ProgressBar) if is_interactive() else (EpochLines,)
         for kind in kinds if verbose else ():
             if not any(isinstance(each, kind) for each in (*added, *callback_list)):
