@@ -13,7 +13,6 @@ import functools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -57,65 +56,22 @@ _COMBINATIONS = {
 _TYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64}
 
 
-class Connector:
-    """Creates a gloo group. `interrupt`, even before `connect`, makes `connect` raise.
-
-    gloo connects to all peers in the constructor of a group, which cannot be interrupted. If a peer
-    dies meanwhile, the constructor returns only after five times its timeout. Therefore it runs in
-    a thread of its own, and its result is discarded if an interruption came first.
-    """
-
-    def __init__(self) -> None:
-        self._answer: SimpleQueue[Any] = SimpleQueue()
-
-    def interrupt(self) -> None:
-        self._answer.put(_interruption())
-
-    def connect(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """Return a connected gloo group. Raise RuntimeError after `interrupt`."""
-        answer = self._answer
-
-        def connect() -> None:
-            try:
-                answer.put(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
-            except Exception as error:
-                answer.put(error)
-
-        if answer.empty():  # not interrupted yet
-            threading.Thread(target=connect, name="raysgd-gloo-connect", daemon=True).start()
-        made = answer.get()
-        self._answer = SimpleQueue()  # the thread keeps the old queue for a late result
-        try:
-            if isinstance(made, BaseException):
-                raise made
-            return made
-        finally:
-            del made  # the exception refers to this frame, which would be a cycle
-
-
 class GlooGroup(ProcessGroup):
     """A gloo group. `interrupt` ends the waits of all operations that this class defines."""
-
-    connector = Connector()
-    """Connects the next group. torch.distributed calls the constructor without a connector."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.mesh: PeerMesh | None = None
         """Reduces small tensors. All ranks must set it after the same collective."""
-        connector, GlooGroup.connector = GlooGroup.connector, Connector()
-        self._gloo: Any = connector.connect(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
         # PyTorch 2.15 asks the default backend for its name.
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
         self._running = _RunningOperations()
 
     @staticmethod
-    def init(
-        store: Store, rank: int, size: int, timeout: timedelta, connector: Connector | None = None
-    ) -> GlooGroup:
+    def init(store: Store, rank: int, size: int, timeout: timedelta) -> GlooGroup:
         """Create the default process group of torch.distributed."""
-        GlooGroup.connector = connector or Connector()
         if _NAME not in dist.Backend.backend_list:
             dist.Backend.register_backend(_NAME, GlooGroup, devices=["cpu"])
         dist.init_process_group(_NAME, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -20,7 +20,7 @@ from raysgd._internal.config import env_seconds
 from raysgd._internal.runner import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derive_key
-from raysgd.comm.gloo import Connector, GlooGroup
+from raysgd.comm.gloo import GlooGroup
 from raysgd.comm.mesh import PeerMesh
 from raysgd.comm.network import (
     LOOPBACK,
@@ -33,9 +33,9 @@ from raysgd.comm.network import (
 )
 from raysgd.comm.rendezvous import StoreClient, StoreServer
 
-_CONNECT = datetime.timedelta(seconds=10)
-"""Timeout of connecting to workers that are all present. If a worker dies meanwhile, the gloo group
-of NCCL waits five times as long."""
+_CONNECT = datetime.timedelta(seconds=5)
+"""Timeout of connecting to workers that are all present. If a worker dies in the milliseconds in
+which gloo connects, gloo waits five times as long, and cannot be interrupted."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)  # ``TCPStore`` first resolves its address
 _MAX_MESHED = 16  # with more workers, gloo is faster than a mesh
 _LINKS_EVERY_S, _MIN_BYTES = 3.0, 2**16
@@ -112,7 +112,7 @@ class TorchCollectiveBackend(CollectiveBackend):
     def _reset(self) -> None:
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
-        self._connector: Connector | None = None
+        self._owns_group = False
         self._group: GlooGroup | None = None
         self._mesh: PeerMesh | None = None
         self._has_set_interface = False
@@ -149,7 +149,7 @@ class TorchCollectiveBackend(CollectiveBackend):
             )
         if self._prepare_process is not None:
             self._prepare_process(context, rendezvous)
-        connector = self._connector = Connector()
+        self._owns_group = True
         driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             own_address = worker_address(driver_host, context.node_ip)
@@ -172,7 +172,7 @@ class TorchCollectiveBackend(CollectiveBackend):
             mesh = self._mesh if all(mesh_addresses) else None
             if mesh is not None:  # its errors name missing ranks
                 mesh.connect(mesh_addresses)
-            self._group = GlooGroup.init(store, rank, size, timeout, connector)
+            self._group = GlooGroup.init(store, rank, size, timeout)
             self._group.mesh = mesh
         else:
             # In PyTorch 2.15, "nccl" is another implementation, which connects here and not in its
@@ -200,7 +200,7 @@ class TorchCollectiveBackend(CollectiveBackend):
             ends = {endpoint.local, endpoint.remote}
             if endpoint.remote is not None and not self._listening.isdisjoint(ends):
                 endpoint.shut_down()
-        for waiting in (self._client, self._connector, self._mesh, self._group):
+        for waiting in (self._client, self._mesh, self._group):
             if waiting is not None:
                 waiting.interrupt()
         if self._name == "nccl" and dist.is_initialized():
@@ -241,8 +241,7 @@ class TorchCollectiveBackend(CollectiveBackend):
             self._mesh.close()
         if self._group is not None:
             self._group.release()
-        # Without a connector, user code has created the group.
-        if self._connector is not None and dist.is_initialized():
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._reset()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from raysgd._internal.step_timing import BACKWARD, WAIT, StepTiming
-from raysgd.comm.gloo import Connector, GlooGroup
+from raysgd.comm.gloo import GlooGroup
 from raysgd.comm.mesh import PeerMesh
 from tests.conftest import TORCH, Script, run_ranks, wait_until
 
@@ -49,27 +49,6 @@ def test_collectives_do_what_they_do_in_gloo(group):
     dist.all_gather_object(objects, {"a": 1})
     dist.broadcast_object_list(objects, 0)
     assert objects == [{"a": 1}]
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_connecting_to_a_dead_peer_can_be_interrupted(ahead, monkeypatch):
-    """The peer dies after it has published its address and before it connects."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    connector, store = Connector(), HashStore()
-    if ahead:
-        connector.interrupt()
-    else:
-        # gloo publishes its own address, and waits for the address of the other rank
-
-        def interrupt():
-            wait_until(lambda: store.num_keys() > 0)
-            connector.interrupt()
-
-        threading.Thread(target=interrupt).start()
-    with pytest.raises(RuntimeError, match="interrupted"):
-        GlooGroup.init(store, 0, 2, datetime.timedelta(seconds=2), connector)
-    wait_until(lambda: "raysgd-gloo-connect" not in {t.name for t in threading.enumerate()})
-    assert (store.num_keys() == 0) == ahead  # an early interrupt publishes no address
 
 
 def test_an_all_gather_of_different_sizes_is_refused_on_all_ranks(monkeypatch):
