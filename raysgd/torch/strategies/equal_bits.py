@@ -78,14 +78,11 @@ class EqualBitsExchange(GroupExchange):
         self._buffers = EqualBitsBuffers(registered)
         self._clear()
 
-    def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
-        super().wrap(ddp_args, horovod_args)
-        _check_modules(self._registered.models)
-
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
         call, options = f"TorchTrainer({_MODE})", self._registered.options
         conflicts.check("equal bits", call, options, self._registered.models)
+        _check_modules(self._registered.models)
 
     def sync_initial_state(self) -> None:
         broadcast_models(self._registered)

@@ -204,8 +204,6 @@ class OptimizerShards(UpdateFeature):
 
     @torch.no_grad()
     def _end_step(self, *_: Any) -> None:
-        if self._running is None:
-            return
         self._restore_params()
         for piece in self._pieces:
             piece.version = max(piece.version, self._version + 1)
