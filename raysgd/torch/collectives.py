@@ -129,22 +129,26 @@ def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], src: in
     for device, tensor in tensors:
         groups.setdefault((tensor.dtype, device), []).append(tensor.detach())
     for (_, device), members in groups.items():
-        message: list[torch.Tensor] = []
-        size = 0
-        # The largest first, so that each large tensor is a message without a copy.
-        for tensor in sorted(members, key=lambda each: -each.nbytes):
-            message.append(tensor)
-            size += tensor.nbytes
-            if size >= _MESSAGE_BYTES:
-                _broadcast_flat(message, device, src)
-                message, size = [], 0
-        if message:
-            _broadcast_flat(message, device, src)
+        for indices in split_into_messages(members, _MESSAGE_BYTES):
+            _broadcast_flat([members[index] for index in indices], device, src)
+
+
+def split_into_messages(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[list[int]]:
+    """Divide consecutive tensors of one dtype into messages. A larger tensor is a message."""
+    messages: list[list[int]] = []
+    size = 0
+    for index, tensor in enumerate(tensors):
+        size += tensor.nbytes
+        if not messages or size > max_bytes or tensor.dtype != tensors[index - 1].dtype:
+            messages.append([])
+            size = tensor.nbytes
+        messages[-1].append(index)
+    return messages
 
 
 def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, src: int) -> None:
     """Broadcast tensors in chunks. These arrive in the memory of a contiguous tensor alone."""
-    if len(tensors) > 1:
+    if len(tensors) > 1 or tensors[0].numel() == 1:  # whose stride may be any number
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     else:
         flat = tensors[0].resolve_conj().resolve_neg().contiguous().view(-1)

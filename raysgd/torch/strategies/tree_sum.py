@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from raysgd.data.partition import part_bounds
+from raysgd.torch.collectives import split_into_messages
 
 _MESSAGE_BYTES = 32 * 2**20
-"""Size in bytes at which tensors are sent. They are copied for that."""
+"""Maximum size in bytes of combined tensors. They are copied for that."""
 _SMALL_BYTES = 2**18
 """Maximum size in bytes of all nodes that every worker receives in one message."""
 
@@ -79,24 +80,11 @@ def sum_over_workers(
     layout = [subtrees(*part_bounds(num_leaves, size, rank, shares)) for rank in range(size)]
     summed: list[torch.Tensor] = []
     shapes = tree.roots[0][2]
-    for ids in _messages(shapes):
+    for ids in split_into_messages(shapes, _MESSAGE_BYTES):
         rows = torch.stack([torch.cat([t[i].reshape(-1) for i in ids]) for _, _, t in tree.roots])
         values = _exchange(rows, layout).split([shapes[i].numel() for i in ids])
         summed += [value.view(shapes[i].shape) for value, i in zip(values, ids, strict=True)]
     return summed
-
-
-def _messages(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Divide consecutive tensors of one dtype into messages."""
-    messages: list[list[int]] = []
-    size = 0
-    for index, tensor in enumerate(tensors):
-        if not messages or size >= _MESSAGE_BYTES or tensor.dtype != tensors[index - 1].dtype:
-            messages.append([])
-            size = 0
-        messages[-1].append(index)
-        size += tensor.nbytes
-    return messages
 
 
 def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
