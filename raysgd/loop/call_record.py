@@ -61,22 +61,21 @@ class CallRecord:
 
     def add_segment(self, start_step: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a segment that has ended, also by an error."""
-        recorded = self.call.merged_metrics if self._merges_metrics else self.own_metrics
+        recorded = self.own_metrics if self._merged_meters is None else self.call.merged_metrics
         recorded.append((start_step, metrics))
 
     @property
-    def _merges_metrics(self) -> bool:
+    def _merged_meters(self) -> AverageMeterCollection | None:
         train_state = self._train_state
-        return train_state.update.has_fixed_parts and train_state.meters is not None
+        return train_state.meters if train_state.update.has_fixed_parts else None
 
     def export_call(self) -> dict[str, Any]:
         """Return the call, with the merged metrics of a segment that runs."""
-        segment = self._train_state.segment
-        meters = self._train_state.meters if self._merges_metrics else None
-        if segment is None or meters is None:
-            return vars(self.call)
-        running = segment.start_step, meters.summary()
-        return {**vars(self.call), "merged_metrics": [*self.call.merged_metrics, running]}
+        segment, meters = self._train_state.segment, self._merged_meters
+        merged = [*self.call.merged_metrics]
+        if segment is not None and meters is not None:
+            merged.append((segment.start_step, meters.summary()))
+        return {**vars(self.call), "merged_metrics": merged}
 
     def continue_call(self, call: Mapping[str, Any]) -> None:
         """Continue a call that other workers have begun, without their metrics."""

@@ -79,7 +79,7 @@ def read_state(loop: Loop, is_snapshot: bool = False, frozen: bool = True) -> di
         return with_models_last(state | loop.state_access.read(frozen))
     # Other batch sizes follow from the new number of workers.
     batching = {name: each for name, each in data.batching().items() if not each[1]}
-    state |= {"call": dict(loop.call_record.export_call()), "batching": batching}
+    state |= {"call": loop.call_record.export_call(), "batching": batching}
     state["module_modes"] = loop.state_access.module_modes()
     return with_models_last(state | loop.state_access.read_for_workers())
 
@@ -91,7 +91,7 @@ def _small_entries(loop: Loop) -> dict[str, Any]:
         "global_step": train_state.position.global_step,
         "operator": loop.operator.state_dict(),
         "data": train_state.saved_position(),
-        "call": dict(loop.call_record.export_call()),
+        "call": loop.call_record.export_call(),
         "batching": train_state.data.batching(),
         "module_modes": loop.state_access.module_modes(),
         "fingerprint": train_state.data.fingerprint(),
