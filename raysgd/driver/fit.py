@@ -312,9 +312,6 @@ class FitLoop:
 
 def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str], why: str) -> None:
     """Check that monitored metrics of validation exist. Others may be metrics of training."""
-    missing = {argument: name for argument, name in monitored.items() if name not in metrics}
-    for argument, name in missing.items():
-        if _OF_VALIDATION.match(name):
+    for argument, name in monitored.items():
+        if name not in metrics and _OF_VALIDATION.match(name):
             raise ValueError(f"{argument}: there is no such metric, because {why}")
-        if f"val_{name}" in metrics:
-            logger.warning("%s: validation has 'val_%s', but not this metric.", argument, name)
