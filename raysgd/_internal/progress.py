@@ -100,11 +100,3 @@ class Progress(NamedTuple):
     updates: UpdateStatus = UpdateStatus()
     held_state: HeldState = HeldState()
     process: ProcessStatus = ProcessStatus()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, tuple(map(tuple, self))  # much faster to pickle than seven classes
-
-
-def _restore(*fields: tuple[Any, ...]) -> Progress:
-    kinds: list[Any] = [type(field) for field in Progress()]
-    return Progress._make(kind(*field) for kind, field in zip(kinds, fields, strict=True))
