@@ -22,6 +22,7 @@ Elsewhere, code asks for what the mode changes, not for its name:
   (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses
   (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`). `BufferCopies`
   leaves the buffers of micro-batches to `EqualBitsBuffers`.
+- ``num_operations`` of the process group, if this is gloo: whether ``train_batch`` communicates.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class EqualBitsExchange(GroupExchange):
     def _clear(self) -> None:
         self._gradients: dict[int, PartGradients] = {}  # by ID of the optimizer
         self._scales: list[torch.Tensor] = []  # of the precision, before the update
+        self._num_operations = 0  # of the default group, before the part
         self._buffers.clear()
         self._stepped: list[int] = []  # IDs of optimizers, in the current part
         self._stepped_before: list[int] | None = None  # in the earlier parts
@@ -147,6 +149,7 @@ class EqualBitsExchange(GroupExchange):
             model.zero_grad(set_to_none=True)
         owned = source.partition.owned_parts
         self._buffers.begin(owned[index % len(owned)], is_first=index <= 0)
+        self._num_operations = _num_operations()
 
     def _end_part(self) -> None:
         """End a part. Check that it has stepped the optimizers that the part before has."""
@@ -177,6 +180,11 @@ class EqualBitsExchange(GroupExchange):
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the gradients of a part, when its optimizer would step."""
+        if not self._stepped and _num_operations() != self._num_operations:
+            self._registered.refuse_split(
+                "train_batch communicates with other workers",
+                "leave out collectives and messages, also in hooks of the backward pass.",
+            )
         parameters = _trainable(optimizer)
         gradients = [p.grad for p in parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
@@ -375,6 +383,11 @@ def all_gather_metrics(
     rows.sort(key=lambda row: row[0])
     last = partition.num_parts - 1
     return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
+
+
+def _num_operations() -> int:
+    """Return the number of operations of the default group so far. Only gloo counts them."""
+    return getattr(dist.group.WORLD, "num_operations", 0)
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
