@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.torch.input.orders import seed_all
@@ -35,6 +35,21 @@ def _init_worker(user_function: Callable[[int], None] | None, process: int) -> N
     object.__setattr__(info, "dataset", info.dataset.dataset)
     if user_function is not None:
         user_function(process)
+
+
+def without_states(loader: Any) -> Any:
+    """Return a DataLoader in place of torchdata's, whose samplers count the epochs of a process."""
+    if type(loader).__module__ != "torchdata.stateful_dataloader.stateful_dataloader":
+        return loader
+    batches = loader.batch_sampler
+    has_own = type(batches).__module__.startswith("torchdata.")
+    sampler = batches.sampler if has_own else loader.sampler
+    is_divided = isinstance(sampler, DistributedSampler)  # user code may call its set_epoch
+    if type(sampler).__module__.startswith("torchdata.") and not is_divided:
+        sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
+    if has_own:
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    return clone(loader, __class__=DataLoader, sampler=sampler, batch_sampler=batches)
 
 
 def unpartition(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -43,6 +43,7 @@ from raysgd.torch.input.loader_copies import (
     is_distributed,
     unpartition,
     with_dataset,
+    without_states,
 )
 from raysgd.torch.input.orders import (
     EpochOrder,
@@ -339,7 +340,7 @@ def wrap_loader(
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=collate_samples)  # type: ignore[arg-type]
-    refuse_states(loader)
+    loader = without_states(loader)
     may_partition = partitions and size_and_rank_of(loader) is None
     whole = unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_not_partitioned(whole)
@@ -350,15 +351,6 @@ def wrap_loader(
         return SequentialSource(loader, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, user_selects=not partitions, why_not_partitioned=why)
-
-
-def refuse_states(loader: Any) -> None:
-    """Raise TypeError for the DataLoader of torchdata, whose samplers count a process's epochs."""
-    if type(loader).__module__.startswith("torchdata."):
-        raise TypeError(
-            f"A {type(loader).__name__} has a position of its own, which no other worker has. Pass "
-            "a torch.utils.data.DataLoader, whose position raysgd saves."
-        )
 
 
 def _content_of(dataset: Any) -> str:

@@ -20,9 +20,9 @@ from raysgd.data.partition import StepLayout
 from raysgd.data.source import BatchSource, iterate_once, size_and_rank_of
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
-from raysgd.torch.input.loader_copies import clone
+from raysgd.torch.input.loader_copies import clone, without_states
 from raysgd.torch.input.orders import is_plain_shuffle, makes_own_batches
-from raysgd.torch.input.sources import refuse_states, why_not_partitioned, wrap_loader
+from raysgd.torch.input.sources import why_not_partitioned, wrap_loader
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class PreparedLoader(DataLoader[Any]):
     ) -> None:
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
-        refuse_states(loader)
-        full_world_size = full_world_size or world_size
+        loader, full_world_size = without_states(loader), full_world_size or world_size
         self._passes = _Passes()
         self._device, self._set_weight, self._world_size = device, set_weight, world_size
         self._prefetches = prefetch and device is not None and device.type == "cuda"

@@ -29,6 +29,7 @@ from raysgd.data.partition import StepLayout
 from raysgd.data.source import BatchSource
 from raysgd.errors import CheckpointError
 from raysgd.torch.input import orders
+from raysgd.torch.input.loader_copies import without_states
 from raysgd.torch.input.sources import wrap_loader
 from tests.conftest import wait_until
 from tests.ledger import Ids
@@ -588,17 +589,21 @@ def test_distributed_sampler_follows_the_group(partitions, replicas, kind):
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_plain_batch_sampler_is_a_sampler_with_a_batch_size(drop_last):
     data, options = tensors(23), {"batch_size": 3, "drop_last": drop_last}
+    # of the form of torchdata's
+    named = {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
+    kinds = Twice, RandomSampler, BatchSampler, DistributedSampler
+    stateful, shuffled, batched, divided = (type("Own", (kind,), named) for kind in kinds)
+    batches = batched(shuffled(data), **options)
+    loader = stateful(data, sampler=batches.sampler, **options)
+    vars(loader)["batch_sampler"] = batches
     plain = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), **options))
+    loaders = loader, stateful(data, batch_sampler=batches), plain
     for epoch in range(2):
         expected = parts_of(DataLoader(data, shuffle=True, **options), epoch)
-        assert parts_of(plain, epoch) == expected
-
-
-def test_loaders_with_states_of_their_own_are_refused():
-    of_torchdata = {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
-    loader = type("StatefulDataLoader", (Twice,), of_torchdata)(tensors(), 2)
-    with pytest.raises(TypeError, match=r"A StatefulDataLoader .* torch.utils.data.DataLoader"):
-        wrap(loader)
+        assert all(parts_of(each, epoch) == expected for each in loaders)
+    sampler = divided(data, 2, 0)
+    batches = without_states(stateful(data, sampler=sampler, **options)).batch_sampler
+    assert batches.sampler is sampler  # whose set_epoch user code may call
 
 
 class Shuffled(OwnBatches):
