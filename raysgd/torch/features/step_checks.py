@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import Update
 from raysgd.torch.input.batches import ParsedBatch
+from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import TensorVersions, parameters_of
 
@@ -146,6 +148,11 @@ class StepChecks(UpdateFeature):
         losses = self._registered.update.loss_weights
         if not is_first:  # request of a step in the micro-batch
             self._require_unsplit(f"train_batch steps the same {type(optimizer).__name__} twice")
+        if _needs_closure(type(optimizer).step):
+            raise TypeError(
+                f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
+                "not have. Override train_batch, and call self.optimizer.step(closure) in it."
+            )
         is_watched = self._watched and (losses.has_loss or self._precision.scales_loss)
         if is_watched and self._have_changed(optimizer):
             number, why = self._registered.accumulation_steps, self._precision.name
@@ -209,6 +216,11 @@ class StepChecks(UpdateFeature):
                 "and self.optimizer_step(optimizer) once for every batch. For a batch without a "
                 "loss, pass num_samples=0, and pass the number of samples for all other batches."
             )
+
+
+@cache
+def _needs_closure(step: Any) -> bool:
+    return "closure" in required_arguments(step)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

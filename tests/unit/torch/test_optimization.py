@@ -357,6 +357,16 @@ def test_loop_may_accumulate_by_itself(actions):
     torch.testing.assert_close(found, trained({**config, "lr": 0.1, "steps": 2})[0])
 
 
+def test_optimizer_that_needs_a_closure_is_refused_with_the_way(make_trainer):
+    class Closing(Classifier):
+        def register(self, *, models, optimizers, criterion):
+            optimizers = torch.optim.LBFGS(models.parameters())
+            return super().register(models=models, optimizers=optimizers, criterion=criterion)
+
+    with pytest.raises(TypeError, match=r"LBFGS.*self.optimizer.step\(closure\)"):
+        make_trainer(Closing).train()
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_loss_of_a_closure_is_the_mean_over_the_items_of_all_workers(monkeypatch, count):
     operator, of_other = run_operator(Classifier), iter([1.0, 0.0])  # its items, and its loss
