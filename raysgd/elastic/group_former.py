@@ -314,39 +314,26 @@ class GroupFormer:
             answers = {
                 m: m.submit_work(Worker.rejoin, c, rendezvous, leader) for m, c in contexts.items()
             }
-            attempt = self._await_phase(answers, "join a new generation", kills_stopped=True)
+            attempt = self._await_phase(answers, "join a new generation")
         if not attempt.has_failed:
             self._num_failed_rejoins = 0
             if self._backend is not None:
                 self._backend.release_rendezvous()
         return attempt
 
-    def _await_phase(
-        self,
-        answers: Mapping[WorkerHandle, Future[Outcome]],
-        task: str,
-        kills_stopped: bool = False,
-    ) -> Attempt:
-        """Wait for one phase of a start or a rejoin, up to `timeout_s`.
-
-        With `kills_stopped`, declare workers lost whose processes are stopped.
-        """
+    def _await_phase(self, answers: Mapping[WorkerHandle, Future[Outcome]], task: str) -> Attempt:
+        """Wait for one phase of a start or a rejoin, up to `timeout_s`."""
         attempt, timeout_s = Attempt(answers, self._group.clock), self._rpc.timeout_s
         now = self._group.clock.monotonic
         deadline, log_at = now() + timeout_s, now() + _LOG_WAIT_EVERY_S
         is_late = False
         while attempt.is_running and not is_late:
-            has_collected = attempt.collect(POLL_S)
+            attempt.collect(POLL_S)
             self._rpc.check_open()
             if now() > log_at:
                 log_at += _LOG_WAIT_EVERY_S
                 waiting = list_ranks(self._record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
-            if kills_stopped and not has_collected:
-                _, lost = self._rpc.probe_or_kill(
-                    attempt.pending, lambda: attempt.collect(0.0) or now() > deadline
-                )
-                attempt.declare_lost(lost)
             is_late = now() > deadline and not self._group.detect_cut_off()
         waiting = list_ranks(self._record.ranks, attempt.pending)
         if is_late or attempt.has_failed:

@@ -70,11 +70,6 @@ class Attempt:
         self.pending[member] = future
         future.add_done_callback(self._finished.put)
 
-    def declare_lost(self, lost: LostWorkers) -> None:
-        """Stop waiting for workers that were found to be lost."""
-        self.lost |= lost
-        self.pending = {m: future for m, future in self.pending.items() if m not in lost}
-
     @property
     def is_running(self) -> bool:
         return bool(self.pending) and not self.has_failed
@@ -262,12 +257,12 @@ class GroupRpc:
         return attempt.lost | {m: WorkerTimeoutError(why) for m in attempt.pending}
 
     def probe_or_kill(
-        self, members: Iterable[WorkerHandle], is_over: Callable[[], bool] = lambda: False
+        self, members: Iterable[WorkerHandle]
     ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:
         """Return the progress of workers, and the lost workers. Kill workers that do not answer.
 
-        A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`, or until
-        `is_over`. A stopped process may take `_STOPPED_S`.
+        A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`. A stopped
+        process may take `_STOPPED_S`.
         """
         answers = {member: member.submit_control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
@@ -282,7 +277,7 @@ class GroupRpc:
             if now - began >= _STOPPED_S:
                 unavailable = []
             silent = [member for member, answer in answers.items() if not answer.done()]
-            if not (unavailable or silent) or is_over():
+            if not (unavailable or silent):
                 break
             if now - checked_at >= _STOPPED_S:
                 checked_at = now
@@ -294,7 +289,6 @@ class GroupRpc:
             self.check_open()
         for member in lost:  # the process may still exist
             member.kill_process()
-        answers = {m: answer for m, answer in answers.items() if m not in unavailable}
         return results_of(answers), lost | _errors_of(answers)
 
     def _find_unresponsive(

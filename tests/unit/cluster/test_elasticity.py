@@ -212,25 +212,10 @@ def test_death_during_a_join_counts_only_for_members_and_replacements_join_later
     assert world.trained == list(range(1, 401))
 
 
-def test_a_replacement_that_hangs_while_it_joins_is_discarded(world, two_of_three):
-    def stop_the_replacement():
-        world.workers[2].silent = True
-
-    every_new(world, setup_s=0.5)
-    world.plan(0.0, lambda: setattr(world, "room", 3))
-    world.at_step(2, lambda: hold_when_ready(world, stop_the_replacement))
-    assert steps_of(run_until(two_of_three, 4000, max_failures=0)) == [4000] * 3
-    failed = [event for event in two_of_three.events if event.kind == "newcomer_failed"]
-    assert [event.cause for event in failed] == ["its process is stopped: no answer within 10 s"]
-    assert world.workers[2] not in two_of_three.members
-    assert world.trained == list(range(1, 4001))
-
-
-def test_a_worker_that_is_stopped_while_a_generation_forms_is_lost(world):
+def test_a_stopped_worker_is_lost_before_the_next_generation_forms(world):
     controller = world.drive(3, grow=False).controller
     stopped = controller.members[2]
-    world.at_step(20, lambda: world.lose(1))
-    world.on_meeting.append(lambda: setattr(stopped, "silent", True))
+    world.at_step(20, lambda: (setattr(stopped, "silent", True), world.lose(1)))
     assert steps_of(run_until(controller, 100, max_failures=2)) == [100]
     assert controller.events[-2].cause == "its process is stopped: no answer within 10 s"
 
@@ -289,18 +274,6 @@ def test_endless_losses_before_a_call_raise_an_error(world):
     world.on_meeting.append(lose_again)
     with pytest.raises(WorkerLostError, match="times before the call began"):
         run_until(controller, 20, max_failures=0)
-
-
-def hold_when_ready(world, action):
-    """Call `action` as soon as the replacement worker has set up."""
-
-    def look():
-        if len(world.workers) > 2 and world.workers[2].is_set_up:
-            action()
-        else:
-            world.plan(0.0, look)
-
-    look()
 
 
 # ---- errors of the user

@@ -44,10 +44,9 @@ def attempt_of(*names):
     return Attempt(futures, Clock()), futures
 
 
-def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again_until_the_wait_ends():
+def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again():
     group = SimpleNamespace(clock=Clock(), detect_cut_off=lambda: False)
     rpc = GroupRpc(group, None, lambda: None, 1.0)
-    assert rpc.probe_or_kill([Named("a")], is_over=lambda: True) == ({}, {})
     assert rpc.probe_or_kill([Named("a")]) == ({"a": Progress()}, {})
 
 
