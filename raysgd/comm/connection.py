@@ -75,22 +75,14 @@ def _proof(key: str, role: bytes, listening: bytes, connecting: bytes) -> bytes:
     return hmac.digest(key.encode(), role + listening + connecting, "sha256")
 
 
-def connect(
-    address: Address,
-    timeout_s: float,
-    reach_s: float = 5.0,
-    on_socket: Callable[[socket.socket], None] | None = None,
-) -> socket.socket:
+def connect(address: Address, timeout_s: float, reach_s: float = 5.0) -> socket.socket:
     """Connect to a listener within `timeout_s`. Return a blocking socket, ready for messages.
 
-    The remote kernel must accept within `reach_s`. `on_socket` gets the socket before it connects,
-    so that another thread can shut it down. Raise OSError if the connection fails.
+    The remote kernel must accept within `reach_s`. Raise OSError if the connection fails.
     """
     ends = time.monotonic() + timeout_s
     connection = socket.socket()
     try:
-        if on_socket is not None:
-            on_socket(connection)
         connection.settimeout(max(min(reach_s, timeout_s), 1e-3))
         connection.connect((address.host, address.port))
         keep_alive(connection)

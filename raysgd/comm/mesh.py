@@ -65,7 +65,8 @@ class PeerMesh:
         try:
             for rank, (host, port) in enumerate(addresses[: self._rank]):
                 target, left_s = Address(host, port, self._key), ends - time.monotonic()
-                connections[rank] = connect(target, timeout_s=left_s, on_socket=self._add_socket)
+                connections[rank] = connect(target, timeout_s=left_s)
+                self._sockets.append(connections[rank])
                 connections[rank].sendall(_RANK.pack(self._rank))
             while len(connections) < len(addresses) - 1:
                 arrived = self._arrived.get(timeout=max(0.0, ends - time.monotonic()))
@@ -97,11 +98,6 @@ class PeerMesh:
         connection = socket.socket(fileno=connection.detach())
         self._sockets.append(connection)
         self._arrived.put((rank, connection))
-
-    def _add_socket(self, connection: socket.socket) -> None:
-        self._sockets.append(connection)
-        if self._break_reason:
-            raise RuntimeError(self._break_reason)
 
     def reduce(
         self, tensor: torch.Tensor, combine: Combine, timeout_s: float, in_thread: bool

@@ -153,10 +153,8 @@ def test_connecting_times_out():
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_connecting_can_be_interrupted(rank, ahead):
-    """Rank 0 waits for a connection, and rank 1 waits for an answer."""
-    mesh = PeerMesh(rank, HOST, "key", PATIENCE_S)
+def test_waiting_for_a_connection_can_be_interrupted(ahead):
+    mesh = PeerMesh(0, HOST, "key", PATIENCE_S)
     if ahead:
         mesh.interrupt()
     with socket.create_server((HOST, 0)) as silent, ThreadPoolExecutor(1) as thread:
