@@ -26,8 +26,6 @@
 transformers.
 """
 
-from __future__ import annotations
-
 from raysgd.operators.base import ConfiguredOperator, SupervisedOperator
 from raysgd.operators.classifiers import ImageClassifier, SemanticSegmenter, SequenceClassifier
 from raysgd.operators.gan import GAN

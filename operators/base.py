@@ -1,7 +1,5 @@
 """The bases of the ready-made operators: options, optimizer, loaders, and steps."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Classification of images, pixels, and sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

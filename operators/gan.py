@@ -1,7 +1,5 @@
 """Generative adversarial networks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Next-token prediction."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@
 Importing raysgd imports neither torch nor Ray. Each name of raysgd loads on first use.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from raysgd._internal.imports import lazy_names

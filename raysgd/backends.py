@@ -1,7 +1,5 @@
 """Communication backends by name."""
 
-from __future__ import annotations
-
 import pkgutil
 
 from raysgd._internal.runner import WorkerContext

@@ -17,8 +17,6 @@ An exception from user code on a worker reaches the caller unchanged. Its ``__ca
 :class:`RemoteTraceback` with the worker's traceback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trainers and training functions as trials of Ray Tune: the results of ``as_trainable``."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Generator, Mapping

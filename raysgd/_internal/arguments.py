@@ -1,7 +1,5 @@
 """Checks of arguments. `caller` is the class or method that messages name."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

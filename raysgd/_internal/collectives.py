@@ -1,7 +1,5 @@
 """How the workers of a group agree, apart from gradients."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any

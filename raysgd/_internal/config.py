@@ -1,7 +1,5 @@
 """The user's config, and the global batch size in it."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -6,8 +6,6 @@ loads the real module, which replaces the placeholder. The list of calls matches
 another version makes further calls, it only loads the module earlier.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Atomic replacement of files, and a lock of the node."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

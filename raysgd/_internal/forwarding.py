@@ -1,7 +1,5 @@
 """Read-only properties whose value is elsewhere."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Imports of large libraries and of optional dependencies."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import pkgutil

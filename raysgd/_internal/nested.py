@@ -1,7 +1,5 @@
 """Helpers for nested state, and for objects that load it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Whether states and losses are finite."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Checks of user-supplied paths, and removal of secrets from URLs in messages."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

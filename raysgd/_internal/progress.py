@@ -1,7 +1,5 @@
 """What a worker reports to the driver, by the part of the driver that reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Where a checkpoint came from: the command line and the commit of the script."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import os

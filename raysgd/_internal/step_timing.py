@@ -1,7 +1,5 @@
 """Measure the seconds of each phase of training on one worker, since its first step."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """The frames of user code in stacks and tracebacks."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import linecache

@@ -1,7 +1,5 @@
 """Metrics and configs as plain values that files and services accept."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import numbers

@@ -1,7 +1,5 @@
 """The versions of other packages: those that are installed, and those that the tests cover."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Averages of the weights, which replace them in validation and exports."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The base classes of callbacks, and helpers of loggers."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

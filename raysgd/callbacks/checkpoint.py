@@ -1,7 +1,5 @@
 """Saving checkpoints during a run, and resuming from the newest."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

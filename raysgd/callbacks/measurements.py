@@ -1,7 +1,5 @@
 """Callbacks that ask the workers for further metrics, a table of the models, or a trace."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import logging

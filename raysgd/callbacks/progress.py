@@ -1,7 +1,5 @@
 """Lines and bars that show the progress of a run on the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import math

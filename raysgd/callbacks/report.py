@@ -1,7 +1,5 @@
 """A page about a run, written from the logs in its folder."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import html

@@ -1,7 +1,5 @@
 """Callbacks that stop ``fit()``."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

@@ -8,8 +8,6 @@
 Reading needs no PyTorch and runs no code.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Files with one state or one pickle. Writes are atomic, and reads verify the content."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

@@ -1,7 +1,5 @@
 """Folders with the newest and the best checkpoints of one run."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """The command ``raysgd``."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import subprocess

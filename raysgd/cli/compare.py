@@ -1,7 +1,5 @@
 """The command ``raysgd compare``: which phase of a step takes longer than in an earlier run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median

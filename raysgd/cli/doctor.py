@@ -1,7 +1,5 @@
 """What ``raysgd doctor`` shows: packages, resources, and known problems."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

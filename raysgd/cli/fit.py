@@ -1,7 +1,5 @@
 """The command ``raysgd fit``: train an operator, or resume its training."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The clock of the driver's control loop."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Resources that a group of workers reserves, and its start timeout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ value and the sizes of its buffers comes first. The buffers follow, without copi
 as in a file that can be mapped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import mmap

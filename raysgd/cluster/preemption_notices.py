@@ -1,7 +1,5 @@
 """Notices from Ray, SIGTERM, or the user that workers or nodes will be preempted."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Signals, forks, and the role of a worker's process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

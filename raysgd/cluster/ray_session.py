@@ -1,7 +1,5 @@
 """The connection of this process to a Ray cluster, and the cluster's resources."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

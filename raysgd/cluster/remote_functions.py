@@ -1,7 +1,5 @@
 """Runs functions on workers by plain actor calls, without a controller."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

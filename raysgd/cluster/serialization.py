@@ -1,7 +1,5 @@
 """Pickling: out-of-band buffers (PEP 574) for large tensors, and classes of the user's script."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -3,8 +3,6 @@
 `actor_group.py` makes `Worker` a Ray actor. A worker in the driver's process needs no Ray.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Handles of workers: Ray actors, or a worker in the driver's own process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The interface between raysgd and the libraries that workers communicate through."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any

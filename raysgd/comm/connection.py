@@ -16,8 +16,6 @@ peers do not delay others. Messages are neither encrypted nor signed. A message 
 content (eight bytes, big-endian) and the content.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

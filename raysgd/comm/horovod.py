@@ -1,7 +1,5 @@
 """Horovod over gloo: rendezvous server on the driver, environment variables on the workers."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -8,8 +8,6 @@ A message is a header of two 64-bit integers (number of earlier reductions, numb
 content of the tensor.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import select

@@ -1,7 +1,5 @@
 """Addresses of this machine, and the TCP sockets of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -7,8 +7,6 @@ the store or the client is interrupted.
 A request is a pickled sequence: the operation and its arguments. An answer is a pickled value.
 """
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import socket

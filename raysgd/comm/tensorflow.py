@@ -1,7 +1,5 @@
 """TensorFlow collectives: the environment of ``MultiWorkerMirroredStrategy``."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

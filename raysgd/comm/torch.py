@@ -1,7 +1,5 @@
 """torch.distributed process groups: gloo on CPU, NCCL on GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -1,7 +1,5 @@
 """Decompression of files. A file that is cut or damaged is an error."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterator

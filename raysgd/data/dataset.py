@@ -1,7 +1,5 @@
 """Datasets whose items the workers fetch themselves."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The formats of files of numbered records: JSON lines, text, tar, and Parquet."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

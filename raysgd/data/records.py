@@ -4,8 +4,6 @@ An index of each file is built once and kept in a cache folder, so that any reco
 without the records before it. Compressed files are decompressed once into that folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Sources of the batches of an epoch."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

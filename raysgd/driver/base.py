@@ -1,7 +1,5 @@
 """The base class of trainers of operators, with the methods that users call."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import operator

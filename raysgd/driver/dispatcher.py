@@ -1,7 +1,5 @@
 """The calls of a trainer to its workers, and their results."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The loop of ``trainer.fit()``, and the validations and results of epochs."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

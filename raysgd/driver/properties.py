@@ -1,7 +1,5 @@
 """The read-only properties of a trainer: settings, workers, progress, and metrics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collect the state of a trainer from the workers, save it, and load it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """How a trainer reacts when workers are lost or can be added."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

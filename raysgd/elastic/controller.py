@@ -8,8 +8,6 @@ attempt at a call to `handle`, and `GroupRpc` sends other requests, and control 
     run_attempt → _remove_lost → rejoin → run_attempt
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

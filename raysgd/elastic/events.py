@@ -1,7 +1,5 @@
 """The events of a group, as users see them in ``trainer.events``."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Literal

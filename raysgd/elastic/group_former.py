@@ -1,7 +1,5 @@
 """The group of each new generation: of a start, a restart, or a rejoin."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

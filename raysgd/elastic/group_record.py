@@ -1,7 +1,5 @@
 """What the driver knows of a group: ranks, generation, progress, and events."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

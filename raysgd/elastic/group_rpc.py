@@ -1,7 +1,5 @@
 """Remote procedure calls from the driver to several workers, and their outcomes."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Recovery policies: group sizes, ranks, and the rank with the newest state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

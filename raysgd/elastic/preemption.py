@@ -1,7 +1,5 @@
 """Preemption: which workers will be preempted, and when they leave the group."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Relative shares of the global batch, for workers of different speeds."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

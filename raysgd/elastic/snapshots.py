@@ -1,7 +1,5 @@
 """The driver's snapshot of the state, for the case that all workers are lost."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import tempfile

@@ -1,7 +1,5 @@
 """Why training is slow: a table of the seconds per step by worker and phase, and one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

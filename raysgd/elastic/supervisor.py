@@ -1,7 +1,5 @@
 """Sends a call to the workers, and supervises each attempt until its end."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """What a worker records of a call: its state, and its metrics so far."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import deque

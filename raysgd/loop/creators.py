@@ -1,7 +1,5 @@
 """Operators from creator functions, as in the oldest scripts."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Which workers differ, and in what."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import platform

@@ -1,7 +1,5 @@
 """The interface of the features of an update."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

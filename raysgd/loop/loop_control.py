@@ -1,7 +1,5 @@
 """Interruptions of a running loop, requests to pause it at a step, and where it failed."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

@@ -1,7 +1,5 @@
 """The feature that splits batches if memory runs out, for all frameworks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 

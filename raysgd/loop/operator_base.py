@@ -1,7 +1,5 @@
 """The base of operators of all frameworks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

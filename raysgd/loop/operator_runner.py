@@ -1,7 +1,5 @@
 """Runs an operator in a worker, for all frameworks: requests, new generations, and state."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

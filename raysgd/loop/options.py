@@ -1,7 +1,5 @@
 """The arguments of operator trainers, and the settings of a worker."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -1,7 +1,5 @@
 """A segment of training: what one call of ``train_epoch`` trains. It counts the steps."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """A worker's snapshots for the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

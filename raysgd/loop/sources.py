@@ -1,7 +1,5 @@
 """The loaders that an operator registered, and the loader that it trains on."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -30,8 +30,6 @@ f, s: only files or snapshots have it. Applied 0: on arrival. a: also workers th
 models apply it, and for shards the leader. States of RaySGD have ``epoch`` instead of ``data``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any

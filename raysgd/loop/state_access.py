@@ -1,7 +1,5 @@
 """The interface of what reads and loads the registered objects."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

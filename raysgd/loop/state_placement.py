@@ -1,7 +1,5 @@
 """Who has which shards of the models and of the states of optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

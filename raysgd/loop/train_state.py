@@ -1,7 +1,5 @@
 """The training state of an operator on one worker, and its random number generators."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from abc import ABC, abstractmethod

@@ -23,8 +23,6 @@ or with equal bits. The life of an update, with the hooks of features::
         raise
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto

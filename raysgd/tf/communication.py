@@ -1,7 +1,5 @@
 """How workers average gradients and agree on numbers: with gloo or Horovod."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

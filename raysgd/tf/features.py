@@ -1,7 +1,5 @@
 """Features of training steps: `ReplicaSync`, and `KerasOptimization` with averages of weights."""
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from collections.abc import Iterator, Sequence

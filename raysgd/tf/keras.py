@@ -1,7 +1,5 @@
 """Keras models: arrays of their variables, options, transfer to the driver, mixed precision."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """What the layers of a model keep in addition to their variables, such as vocabularies."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping

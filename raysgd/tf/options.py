@@ -1,7 +1,5 @@
 """The arguments of a TFTrainer."""
 
-from __future__ import annotations
-
 import importlib.util
 import secrets
 from collections.abc import Mapping

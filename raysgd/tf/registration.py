@@ -1,7 +1,5 @@
 """Check and wrap what a Keras operator registers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs a TensorFlow operator in a worker: environment, operator, and state."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

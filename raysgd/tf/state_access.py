@@ -1,7 +1,5 @@
 """What is saved of a Keras operator, and sent to new workers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -5,8 +5,6 @@ Between the two graphs, workers communicate outside of any graph, so a step that
 changes no variable. Each worker traces its own graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any

@@ -1,7 +1,5 @@
 """The training state of a Keras operator, and its random numbers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

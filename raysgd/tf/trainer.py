@@ -1,7 +1,5 @@
 """The trainer for TensorFlow operators."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Trials of Ray Tune that train with a TFTrainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives with torch.distributed or Horovod. Horovod averages gradients itself."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Operators from creator functions, as in the oldest scripts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

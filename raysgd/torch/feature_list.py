@@ -1,7 +1,5 @@
 """All features of the updates of a PyTorch operator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """States of models, optimizers, and schedulers: read, check, load, and adapt them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -17,8 +17,6 @@ Both pass the hooks of the optimizer that `Optimization.register_hooks` register
 raises the errors.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

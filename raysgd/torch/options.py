@@ -1,7 +1,5 @@
 """The arguments of a TorchTrainer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The supported precisions. To add one, add a subclass of `Precision` and a line to the table."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Checks of the arguments of ``register``, and of registered objects that change later."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

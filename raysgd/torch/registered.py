@@ -1,7 +1,5 @@
 """What ``register`` makes, and what features, exchanges, and placements use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Buffers and features see wrapped models. The hooks that shard a step come last. 
 parameters are whole before other hooks see them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

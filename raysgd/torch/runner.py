@@ -1,7 +1,5 @@
 """Runs a TrainingOperator in a worker."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Copies of tensors and models, operations on many tensors, and digests of their bits."""
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import functools

@@ -1,7 +1,5 @@
 """The training state of a PyTorch operator, and its random numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping

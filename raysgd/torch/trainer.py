@@ -1,7 +1,5 @@
 """The trainer for PyTorch operators."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """The modules of users in wrappers: DistributedDataParallel, and those of ``torch.compile``."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 

@@ -3,8 +3,6 @@
 Importing this package imports neither Ray nor a framework.
 """
 
-from __future__ import annotations
-
 from raysgd._internal.imports import lazy_names
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import Checkpoint, CheckpointConfig, CheckpointStrategy

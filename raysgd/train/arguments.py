@@ -1,7 +1,5 @@
 """Checks and conversions of the arguments of trainers and executors."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

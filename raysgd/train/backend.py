@@ -3,8 +3,6 @@
 The snapshot of a run has its newest checkpoint, and its ``global_step`` is its number of reports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -3,8 +3,6 @@
 Trainers also accept the Ray classes with these names, and convert them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields

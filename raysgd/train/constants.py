@@ -1,7 +1,5 @@
 """Names of metrics, environment variables and files that older scripts import."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TIMESTAMP = "_timestamp"

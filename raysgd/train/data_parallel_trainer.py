@@ -1,7 +1,5 @@
 """The trainer with the API of current Ray Train: ``fit()``, and ``restore()`` after an error."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """Ray Datasets, split across the workers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Backends, which set up a framework on the workers before a training function runs."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import pkgutil

@@ -1,7 +1,5 @@
 """Runs a training function in a thread of a worker process, and handles requests to it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

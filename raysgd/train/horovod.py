@@ -1,7 +1,5 @@
 """Training functions that communicate through Horovod."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers for Lightning, Transformers, and the integrations of Ray."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import weakref

@@ -7,8 +7,6 @@ These names are optional: ``lightning.Trainer()`` uses all workers without them:
         trainer.fit(Module(), loader, ckpt_path=get_checkpoint_path())
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The result of ``fit()``, and the file with its reports."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

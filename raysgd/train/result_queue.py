@@ -6,8 +6,6 @@ driver asks for the next result. Then the driver holds both, and a loss of worke
 `GrowthPolicy` uses these waits.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Functions that a training function calls: reports, checkpoints, ranks and data shards."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field

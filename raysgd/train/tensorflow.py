@@ -1,7 +1,5 @@
 """Training functions for TensorFlow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

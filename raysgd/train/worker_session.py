@@ -3,8 +3,6 @@
 A worker process has one session at a time, shared by all of its threads.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import logging

@@ -1,7 +1,5 @@
 """Trainers as trials of Ray Tune. Imports Ray on first use."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from raysgd._internal.imports import lazy_names

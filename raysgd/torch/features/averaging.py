@@ -3,8 +3,6 @@
 `WeightAveraging` computes them, and some optimizers have their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

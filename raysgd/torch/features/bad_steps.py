@@ -1,7 +1,5 @@
 """Discard updates whose loss or gradient is not finite, or whose loss jumps."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

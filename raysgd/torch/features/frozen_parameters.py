@@ -1,7 +1,5 @@
 """What stays as ``setup`` made it: frozen parameters, and the modes of models with only these."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log the norms of gradients, and clip gradients by their norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Compare the replicas of the workers, and report a difference."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping

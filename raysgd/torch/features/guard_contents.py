@@ -1,7 +1,5 @@
 """What must be equal on all workers: tensors and options, by their names."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import numbers

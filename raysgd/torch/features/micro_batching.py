@@ -1,7 +1,5 @@
 """Split batches of tensors after memory ran out, and tell what cannot be split."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable, Sequence

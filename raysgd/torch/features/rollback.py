@@ -1,7 +1,5 @@
 """Restore parameters, optimizer states, and buffers if a step is discarded."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

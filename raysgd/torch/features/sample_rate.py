@@ -1,7 +1,5 @@
 """Measure how fast this worker computes, for shares that follow speed."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Step schedulers, and restore those that `train_batch` steps in each micro-batch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

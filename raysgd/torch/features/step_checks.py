@@ -1,7 +1,5 @@
 """Reject what `train_batch` does if the update would differ from that of one process."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Warnings about tensors that neither checkpoints nor new workers have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Interpret batches and model outputs for the default methods of an operator."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

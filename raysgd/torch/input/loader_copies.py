@@ -1,7 +1,5 @@
 """Copies of a user's loader with other settings, another sampler, or another data set."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The orders that samplers draw in an epoch."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ Every worker reads the whole stream, and trains on its part of each step. The wo
 digest of the samples, so a stream that gives them different samples is an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Batch sources for PyTorch loaders. Each loader is partitioned or read by every worker."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Read the samples of a stream in chunks, here or in loader processes, with digests."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib.metadata

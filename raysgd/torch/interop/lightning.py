@@ -4,8 +4,6 @@ A module uses Lightning's Trainer through ``self.trainer``. `TrainerStandIn` rep
 module's code runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

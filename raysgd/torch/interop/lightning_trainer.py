@@ -1,7 +1,5 @@
 """What a LightningModule finds in ``self.trainer``, and what it logs."""
 
-from __future__ import annotations
-
 import contextlib
 import numbers
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What does not work together. Trainers check it first, and ``register`` and callbacks later."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 

@@ -25,8 +25,6 @@ Elsewhere, code asks for what the mode changes, not for its name:
 - ``num_operations`` of the process group, if this is gloo: whether ``train_batch`` communicates.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How the workers combine their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

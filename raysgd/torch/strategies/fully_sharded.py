@@ -5,8 +5,6 @@ to each worker's rows. `FullyShardedExchange` uses these rows. `FullyShardedPlac
 `OptimizerShards`, and also shards the parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the exchanges of gradients in a group of workers have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

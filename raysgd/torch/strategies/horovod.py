@@ -1,7 +1,5 @@
 """Averaging of gradients by Horovod instead of DistributedDataParallel."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any

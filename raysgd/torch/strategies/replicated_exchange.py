@@ -1,7 +1,5 @@
 """Replicated models with DistributedDataParallel, of user code or of raysgd."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

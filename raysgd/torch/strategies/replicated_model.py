@@ -11,8 +11,6 @@ The workers average gradients in the last micro-batch of an update:
    not.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ An update goes into a separate buffer. Parameters change when all shards have ar
 step that loses a worker is repeated from the same parameters.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import defaultdict

@@ -15,8 +15,6 @@ full        yes           nothing              no             yes               
 ==========  ============  ===================  =============  =================  ===================
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ consecutive leaves. It adds up the complete subtrees among them, and then the wo
 roots of these subtrees. Each node is therefore the sum of the same two tensors everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Callbacks of training functions. They receive the reports of the workers."""
 
-from __future__ import annotations
-
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.logging import (
     JsonLoggerCallback,

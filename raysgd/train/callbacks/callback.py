@@ -1,7 +1,5 @@
 """The base classes of callbacks for training functions, and the code that calls callbacks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

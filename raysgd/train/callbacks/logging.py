@@ -1,7 +1,5 @@
 """Write reports of the workers to files and services, with the writers of `raysgd.callbacks`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Traces of the PyTorch profiler, from a training function to a folder on the driver."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

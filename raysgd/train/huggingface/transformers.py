@@ -8,8 +8,6 @@ These names are optional: the Trainer uses all workers without them::
         trainer.train(resume_from_checkpoint=get_checkpoint_path())
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

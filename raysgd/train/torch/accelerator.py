@@ -3,8 +3,6 @@
 Each run has its own state: its precision, and the prepared objects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

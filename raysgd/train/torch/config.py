@@ -1,7 +1,5 @@
 """The PyTorch trainer and backend of training functions: a process group over the workers."""
 
-from __future__ import annotations
-
 import functools
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Data loaders of training functions: partitioned across the workers, batches on the device."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Preprocessors change results before a callback gets them."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
