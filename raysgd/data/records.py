@@ -258,10 +258,12 @@ class Records(ABC):
         self._check_unchanged(file, *_stamp(fs, name))
         if (decompress := decompressor_of(_without_query(path))) is not None:
             target = self._cache_path(file, "raw")
-            with self._naming_cache(file), lock_of_node(target.stem) as lock:
-                if not (target.exists() and target.stat().st_mtime == _COPY_TIME):
-                    self._decompress(file, decompress, target)
-                Path(lock.lock_file).unlink(missing_ok=True)
+            with self._naming_cache(file):
+                if not _is_intact(target):
+                    with lock_of_node(target.stem) as lock:
+                        if not _is_intact(target):
+                            self._decompress(file, decompress, target)
+                        Path(lock.lock_file).unlink(missing_ok=True)
                 return open(target, "rb")
         if not is_remote(fs):
             return open(name, "rb")
@@ -347,6 +349,10 @@ class ByteRecords(Records):
 
 def is_remote(fs: Any) -> bool:
     return "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+
+
+def _is_intact(copy: Path) -> bool:
+    return copy.exists() and copy.stat().st_mtime == _COPY_TIME
 
 
 def _without_query(path: str) -> str:
