@@ -156,13 +156,12 @@ class Records(ABC):
 
     def close(self) -> None:
         """Close the files. The next read opens them, and finds out whether they have changed."""
-        for file in self._files.values():
-            file.close()
+        with contextlib.suppress(Exception):  # fsspec cannot close a file when Python exits
+            for file in self._files.values():
+                file.close()
         self._reset_files()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # fsspec cannot close a file when Python exits
-            self.close()
+    __del__ = close
 
     def stamps(self) -> list[int]:
         """Return a number for each file that changes with its name, size, and version."""
