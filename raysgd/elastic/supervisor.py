@@ -272,7 +272,7 @@ class Supervisor:
 
         def poll() -> None:
             while not ended.wait(POLL_S):
-                self._poll_progress(call)
+                self._speed.observe(self._poll_progress(call))
 
         thread = threading.Thread(target=poll, name="raysgd-progress", daemon=True)
         thread.start()
