@@ -149,19 +149,19 @@ def test_copy_of_a_private_file_is_private_and_made_once(tmp_path, monkeypatch):
     (tmp_path / "data.gz").chmod(0o600)
     made, decompress = [], text._decompress
     monkeypatch.setattr(text, "_decompress", lambda *args: made.append(1) or decompress(*args))
-    started = threading.Barrier(4)
 
-    def read(_):
-        started.wait()
+    def read(_=None):
         return list(Stream(text(tmp_path / "data.gz", cache_dir=tmp_path / "cache")))
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4, initializer=threading.Barrier(4).wait) as pool:
         assert list(pool.map(read, range(4))) == [["1"]] * 4
     assert made == [1]
     (copy,) = (tmp_path / "cache").glob("*.raw")
     assert copy.stat().st_mode & 0o777 == 0o600
     copy.write_bytes(b"2\n")
-    assert list(Stream(text(tmp_path / "data.gz", cache_dir=tmp_path / "cache"))) == ["1"]
+    assert read() == ["1"]
+    monkeypatch.setattr(module, "lock_of_node", pytest.fail)  # an intact copy needs no lock
+    assert read() == ["1"]
 
 
 @pytest.mark.parametrize("name", ["data", "data.gz"])
@@ -296,6 +296,9 @@ def test_few_files_stay_open(tmp_path, monkeypatch):
         records.read([number])
         files = [*dict.fromkeys([*files, *records._files.values()])]
     assert [file.closed for file in files] == [False, True, False]
+    records._files[9] = None  # it cannot be closed
+    records.close()
+    assert records.read([1]) == ["b"]
 
 
 class Counting(MemoryFileSystem):
