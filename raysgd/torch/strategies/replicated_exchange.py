@@ -74,13 +74,14 @@ class WrapperExchange(GroupExchange):
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Keep models that user code wrapped from broadcasting buffers in their forward pass."""
+        before = [wrapper.require_forward_param_sync for wrapper in self._wrappers]
         for wrapper in self._wrappers:
             wrapper.require_forward_param_sync = False
         try:
             yield
         finally:
-            for wrapper in self._wrappers:
-                wrapper.require_forward_param_sync = True
+            for wrapper, value in zip(self._wrappers, before, strict=True):
+                wrapper.require_forward_param_sync = value
 
     def roll_back(self, update: Update) -> None:
         self._set_sync(True)  # a commit follows the last micro-batch, which has set it
