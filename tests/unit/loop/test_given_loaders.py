@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -60,9 +62,24 @@ def test_a_prediction_is_the_output_for_each_sample_in_order(make_trainer, parti
     assert trainer.global_step == 2
 
 
+class Counted(Sampler):
+    def __iter__(self):
+        next(self.passes)
+        return iter(range(40))
+
+    def __len__(self):
+        return 40
+
+
 def test_nested_predictions_are_joined_entry_by_entry(make_trainer):
-    loader = DataLoader(numbers(0, 40).dataset, batch_size=7, sampler=range(40))
+    base = numbers(0, 40).dataset
+    base.__deepcopy__ = lambda memo: pytest.fail("large data is copied")
+    sampler = Counted()
+    sampler.data, base.dataset = [base], base
+    sampler.passes = base.passes = iter(range(9))
+    loader = DataLoader(Subset(ConcatDataset([base]), range(40)), batch_size=7, sampler=sampler)
     found = make_trainer(Echo).predict(loader)
+    assert next(sampler.passes) == 1
     assert found["sample"].flatten().tolist() == list(range(40))
     assert found["name"] == [str(n) for n in range(40)]
     assert found["both"][0].shape == (40, 1)
