@@ -1,6 +1,7 @@
 """The orders that samplers draw in an epoch."""
 
 import contextlib
+import copy
 import hashlib
 import itertools
 import random
@@ -179,6 +180,13 @@ class EpochOrder:
         sampler = self.sampler
         if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
             return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
+        memo: dict[int, Any] = {}  # what the copy does not copy: data, and no random generators
+        for data in nested_datasets(self._loader.dataset):
+            values = getattr(data, "__dict__", {}).values()
+            memo |= {id(each): each for each in values if hasattr(type(each), "__len__")}
+            memo[id(data)] = data
+        with contextlib.suppress(Exception):  # the user's object may count its epochs
+            sampler = copy.deepcopy(sampler, memo)
         return len({repr(draw_order(sampler, seed)) for seed in range(3)}) > 1
 
     def draw(self, epoch: int) -> Order:
