@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
-from raysgd.torch.precision import NativeAmp
+from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.group_exchange import GroupExchange

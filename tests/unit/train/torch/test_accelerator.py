@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
-from raysgd.torch.precision import NativeAmp
+from raysgd.torch.precision.native import NativeAmp
 from raysgd.train import worker_session
 from raysgd.train.torch import TorchAccelerator
 
