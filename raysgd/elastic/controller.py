@@ -301,6 +301,7 @@ class Controller:
         The next call forms a generation.
         """
         if not self.is_shut_down:
+            self.check_process()
             self.state = "broken"
             self._rpc.interrupt_and_send(request)
 

@@ -231,7 +231,8 @@ def test_drain_of_an_unknown_rank_is_an_error(world):
 def test_a_fork_of_the_driver_neither_calls_nor_ends_the_workers(world):
     controller = world.drive(3).controller
     controller._pid += 1
-    with pytest.raises(RuntimeError, match="This process was forked from the process of"):
-        run(controller, "work")
+    for call in (lambda: run(controller, "work"), lambda: controller.stop(None)):
+        with pytest.raises(RuntimeError, match="This process was forked from the process of"):
+            call()
     controller.shutdown(force=True)  # a forked process calls this when it exits
     assert not any(member.dead for member in world.workers)
