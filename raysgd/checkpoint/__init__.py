@@ -1,16 +1,12 @@
 """Checkpoint files and folders."""
 
-from raysgd.checkpoint.file import read_file, read_manifest, write_file
-from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.store import CheckpointStore, Restored
-from raysgd.checkpoint.weights import save_model
+from raysgd.checkpoint.file import read_file as read_file
+from raysgd.checkpoint.file import read_manifest as read_manifest
+from raysgd.checkpoint.file import write_file as write_file
+from raysgd.checkpoint.manifest import Manifest as Manifest
+from raysgd.checkpoint.store import CheckpointStore as CheckpointStore
+from raysgd.checkpoint.store import Restored as Restored
+from raysgd.checkpoint.weights import save_model as save_model
 
-__all__ = [
-    "CheckpointStore",
-    "Manifest",
-    "Restored",
-    "read_file",
-    "read_manifest",
-    "save_model",
-    "write_file",
-]
+# Export every function and class above.
+__all__ = sorted(name for name, value in globals().items() if callable(value))
