@@ -41,13 +41,13 @@ class Rollback(UpdateFeature):
         has_bad_steps: bool = False,
     ) -> None:
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
-        self._backups = [_OptimizerBackup(optimizer) for optimizer in (*optimizers, *wrapped)]
+        self._optimizers = [*optimizers, *wrapped]
+        self._backups: list[_OptimizerBackup] = []  # of the optimizers, if the update has copies
         renormalized = renormalized_weights(models)
         self._stepped = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
         found = {id(p): p for model in models for p in model.parameters()} | self._stepped
         self._parameters = [p for p in found.values() if p not in renormalized and not is_lazy(p)]
         self._versions: TensorVersions | None = None
-        self._has_copies = False
         self._refuse_split, self._has_bad_steps = refuse_split, has_bad_steps
         self._changes_early: bool | None = None  # parameters, before the update; or unknown
 
@@ -55,10 +55,9 @@ class Rollback(UpdateFeature):
         if (changes_early := self._changes_early) is None:
             on_cpu = not any(parameter.is_cuda for parameter in self._parameters)
             changes_early = self._has_bad_steps or (update.is_split and on_cpu)
-        self._has_copies = update.optimizer_steps.need_copies or changes_early
-        if self._has_copies:
-            for backup in self._backups:
-                backup.take()
+        self._backups = []  # release their memory first
+        if update.optimizer_steps.need_copies or changes_early:
+            self._backups = list(map(_OptimizerBackup, self._optimizers))
         self._versions = TensorVersions(lambda: self._parameters)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
@@ -77,9 +76,8 @@ class Rollback(UpdateFeature):
             self._changes_early = not self._versions.find_changed_ids().isdisjoint(self._stepped)
             if self._changes_early and not update.has_fixed_parts:
                 self._refuse_split("train_batch changes parameters before the update")
-            if self._has_copies and not (self._changes_early or update.optimizer_steps.need_copies):
-                self._has_copies = False  # of the first update; release their memory
-                self._backups = [_OptimizerBackup(backup.optimizer) for backup in self._backups]
+            if not (self._changes_early or update.optimizer_steps.need_copies):
+                self._backups = []  # of the first update; release their memory
 
     def commit(self, update: Update) -> None:
         self._versions = None
@@ -88,11 +86,10 @@ class Rollback(UpdateFeature):
         if self._versions is None:
             return
         changed, self._versions = self._versions.find_changed_ids(), None
-        if self._has_copies:
-            for backup in reversed(self._backups):
-                backup.restore()
-                changed.difference_update(map(id, backup.parameters))
-        is_running = not self._has_copies and update.optimizer_steps.running_optimizer is not None
+        for backup in reversed(self._backups):
+            backup.restore()
+            changed.difference_update(map(id, backup.parameters))
+        is_running = not self._backups and update.optimizer_steps.running_optimizer is not None
         if changed or is_running:  # an optimizer may change its state before parameters
             update.set_damaged(True)
 
@@ -101,24 +98,15 @@ class _OptimizerBackup:
     """A copy of one optimizer's parameters and state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.parameters: set[torch.Tensor] = set()
-        self._state: dict[Any, Any] = {}
-        self._groups: list[dict[str, Any]] = []
-        self._tensors: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-
-    def take(self) -> None:
-        self._copies = []  # release their memory first
-        state = self.optimizer.state
+        self._optimizer, state = optimizer, optimizer.state
         # A frozen parameter with state may be trained later in the step.
-        trained = [p for p in parameters_of(self.optimizer) if p.requires_grad or p in state]
+        trained = [p for p in parameters_of(optimizer) if p.requires_grad or p in state]
         self.parameters, self._tensors = set(trained), [*trained]
         self._state = map_leaves(state, self._keep)
         # Some optimizers keep an estimated step size in the groups.
         self._groups = [
             {key: map_leaves(value, self._keep) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
+            for group in optimizer.param_groups
         ]
         self._copies = _copies_of(self._tensors)
 
@@ -130,9 +118,9 @@ class _OptimizerBackup:
     @torch.no_grad()
     def restore(self) -> None:
         copy_all(zip(self._tensors, self._copies, strict=True))
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self._state)
-        for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=False):
             for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
             group.update(before)

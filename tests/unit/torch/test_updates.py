@@ -14,6 +14,7 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import EMA
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
+from raysgd.loop.update import Update
 from raysgd.torch.collectives import _FIRST_CALLS, TorchCollectives
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions
@@ -397,13 +398,11 @@ def test_rollback_restores_the_wrapped_optimizer():
     optimizer = Wrapping(model)
     model(X).sum().backward()
     optimizer.step()
-    rollback = Rollback([optimizer], [], print)
-    before, backups = copy.deepcopy(optimizer.base.state), rollback._backups
-    for backup in backups:
-        backup.take()
+    rollback, update = Rollback([optimizer], [], print), Update(has_fixed_parts=True)
+    before = copy.deepcopy(optimizer.base.state)
+    rollback.begin_update(update)
     optimizer.step()
-    for backup in reversed(backups):
-        backup.restore()
+    rollback.roll_back(update)
     torch.testing.assert_close([*optimizer.base.state.values()], [*before.values()])
 
 
@@ -436,15 +435,15 @@ def test_states_of_several_tensors_are_copied_sent_and_restored(process_group):
     optimizer = momentum(net())
     parameter = optimizer.param_groups[0]["params"][0]
     optimizer.state[parameter]["exp_avg"] = packed
-    (image,) = Rollback([optimizer], [], print)._backups
-    image.take()
+    rollback, update = Rollback([optimizer], [], print), Update(has_fixed_parts=True)
+    rollback.begin_update(update)
     copied = map_leaves({"state": [packed]}, try_copy)["state"][0]
     sent = TorchCollectives(torch.device("cpu")).broadcast(lambda: {"a": packed}, 0)["a"]
     digest = state_digest({"a": packed})
     assert digest == state_digest({"a": copied})
     packed.codes.zero_()
     assert digest != state_digest({"a": packed})
-    image.restore()
+    rollback.roll_back(update)
     for each in (copied, sent, optimizer.state[parameter]["exp_avg"]):
         assert type(each) is Packed
         assert each.codes.tolist() == [0, 1, 2]
