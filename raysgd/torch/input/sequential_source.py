@@ -4,7 +4,6 @@ Every worker reads the whole stream, and trains on its part of each step. The wo
 digest of the samples, so a stream that gives them different samples is an error.
 """
 
-import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +16,14 @@ from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import PartitionedSource, length_of, set_loader_epoch
 from raysgd.data.stream import GroupedStream, NumberedSamples, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
-from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_seek, name_of, with_chunks
+from raysgd.torch.input.stream_reading import (
+    Chunks,
+    StreamBuffer,
+    can_seek,
+    name_of,
+    start_of_epoch,
+    with_chunks,
+)
 
 
 class SequentialSource(PartitionedSource):
@@ -120,7 +126,8 @@ class SequentialSource(PartitionedSource):
         if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
             return self._saved if self._saved.get("at") == [epoch, offset] else {}
         info = {"at": [epoch, offset], "digest": self._buffer.digest_at(offset)}
-        if mark := self._buffer.mark_before(offset):
+        mark = self._buffer.mark_before(offset)
+        if mark["offset"]:  # not the start of the epoch
             info["mark"] = mark
         return info | file_stamps(self._dataset)
 
@@ -141,14 +148,15 @@ class SequentialSource(PartitionedSource):
         super().end_processes()
         close_files(self._dataset)
         self._reading: tuple[int, int] | None = None  # epoch and seed
-        self._buffer = StreamBuffer()
+        self._buffer = StreamBuffer((), start_of_epoch(0))
         self._span = 0, 0  # start and size of the newest step
 
     def _seek(self, epoch: int, offset: int) -> None:
         if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
             self._open(epoch, offset)
-        with self._closing_after_errors():
-            self._buffer.skip_to(offset)
+        # Skip samples without keeping all of them.
+        while self._buffer.end < offset and self._read_to(self._buffer.end, 1):
+            self._buffer.trim(min(offset, self._buffer.end))
         known = self._saved.get("digest") if self._saved.get("at") == [epoch, offset] else None
         if not self._buffer.holds(offset) or known not in (None, self._buffer.digest_at(offset)):
             raise RuntimeError(
@@ -164,30 +172,20 @@ class SequentialSource(PartitionedSource):
         self.end_processes()
         set_loader_epoch(self.loader, epoch)
         num_processes = self.loader.num_workers if self._collates else 0
-        starts: list[tuple[int, Any]] = [(0, None)] * max(1, num_processes)
-        mark = self._saved.get("mark")
-        at = self._saved.get("at", [None, 0])
+        start = start_of_epoch(max(1, num_processes))
+        mark, at = self._saved.get("mark", start), self._saved.get("at", [None, 0])
         fits = at[0] == epoch and at[1] <= offset and can_seek(self._dataset)
-        if mark and fits and len(mark["states"]) == len(starts):
-            starts = [tuple(each) for each in mark["states"]]
-        else:
-            mark = None
+        if not fits or len(mark["states"]) != len(start["states"]):
+            mark = start
         seed = self._seed + epoch
-        first = 0 if mark is None else mark["turn"]
-        chunks: Any = Chunks(self._dataset, self._chunk_size, seed, starts, first)
+        chunks: Any = Chunks(self._dataset, self._chunk_size, seed, mark)
         if num_processes:
             chunks = self._iteration = iter(with_chunks(self.loader, chunks, seed))
-        self._buffer = StreamBuffer(chunks, starts, mark)
-        self._reading = epoch, self._seed
+        self._buffer, self._reading = StreamBuffer(chunks, mark), (epoch, self._seed)
 
     def _read_to(self, start: int, size: int) -> int:
-        with self._closing_after_errors():
-            return self._buffer.read_to(start, size)
-
-    @contextlib.contextmanager
-    def _closing_after_errors(self) -> Iterator[None]:
         try:
-            yield
+            return self._buffer.read_to(start, size)
         except BaseException:
             if self._reading is not None:
                 self._saved = self.resume_info(self._reading[0], self._buffer.start)

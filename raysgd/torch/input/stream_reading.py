@@ -8,7 +8,7 @@ import itertools
 import os
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,23 +42,19 @@ class Chunks(IterableDataset[Chunk]):
     """Reads a data set in chunks of `size` samples, in this process or in loader processes.
 
     Seeds the global random number generators for each chunk, and within a `GroupedStream`, so that
-    random transforms depend on the position only. `starts` has the number of chunks and the state
-    of each process, and `first` is the process to begin with.
+    random transforms depend on the position only. Reading begins at a mark of a `StreamBuffer`.
     """
 
-    def __init__(
-        self, dataset: Any, size: int, seed: int, starts: Sequence[tuple[int, Any]], first: int
-    ) -> None:
-        self.dataset, self._size, self._seed = dataset, size, seed
-        self._starts, self._first = starts, first
+    def __init__(self, dataset: Any, size: int, seed: int, mark: Mapping[str, Any]) -> None:
+        self.dataset, self._size, self._seed, self._mark = dataset, size, seed, mark
 
     def __iter__(self) -> Iterator[Chunk]:
         info = get_worker_info()
         process = 0 if info is None else info.id
-        num_chunks, state = self._starts[process]
+        num_chunks, state = self._mark["states"][process]
         if isinstance(state, str) and state == _END:
             return
-        if process < self._first:
+        if process < self._mark["turn"]:
             yield Chunk(process, num_chunks, [], [], state)  # loader processes take turns
         if can_seek(self.dataset):
             self.dataset.load_state_dict(state)  # None discards an earlier state
@@ -96,83 +92,67 @@ class Chunks(IterableDataset[Chunk]):
         return itertools.chain(first, iterator)
 
 
+def start_of_epoch(num_processes: int) -> dict[str, Any]:
+    """Return the mark at the start of an epoch that a number of processes read."""
+    return {"offset": 0, "digest": 0, "states": [[0, None]] * num_processes, "turn": 0}
+
+
 class StreamBuffer:
     """The samples that have been read from an offset on, until `trim` releases them.
 
-    Args:
-        chunks: gives the next samples.
-        starts: the number of chunks and the state of each loader process.
-        mark: a mark, at which reading begins. None: the start of the epoch.
+    Reading can begin at a mark. It has an offset, the digest of the stream up to there, the number
+    of chunks and the state of each loader process, and which process has the next chunk.
     """
 
-    def __init__(
-        self,
-        chunks: Iterable[Chunk] = (),
-        starts: Sequence[tuple[int, Any]] = (),
-        mark: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._chunks, self._states = iter(chunks), list(starts)
+    def __init__(self, chunks: Iterable[Chunk], mark: Mapping[str, Any]) -> None:
+        self._chunks, self._marks = iter(chunks), [mark]
+        self._states = list(mark["states"])
         self.has_ended = False
-        self.start: int = 0 if mark is None else mark["offset"]
-        self._items: list[tuple[Any, int]] = []  # with the digest of the stream up to each
-        self._digest: int = 0 if mark is None else mark["digest"]
-        self._marks = [] if mark is None else [mark]  # where reading can begin again
+        self.start: int = mark["offset"]
+        self._samples: list[Any] = []
+        self._digests: list[int] = [mark["digest"]]  # of the stream up to each sample, and the end
 
     @property
     def end(self) -> int:
-        return self.start + len(self._items)
+        return self.start + len(self._samples)
 
     def holds(self, offset: int) -> bool:
         return self.start <= offset <= self.end
 
     def samples(self, start: int, stop: int) -> list[Any]:
-        items = self._items[start - self.start : stop - self.start]
-        return [pickle.loads(each) if isinstance(each, _Packed) else each for each, _ in items]
+        samples = self._samples[start - self.start : stop - self.start]
+        return [pickle.loads(each) if isinstance(each, _Packed) else each for each in samples]
 
     def read_to(self, start: int, size: int) -> int:
         """Read on if necessary, and return how many of `size` samples from `start` there are."""
         while self.end < start + size and not self.has_ended:
-            self.read_chunk()
+            if (chunk := next(self._chunks, None)) is None:
+                self.has_ended = True
+            else:
+                self._add(chunk)
         return max(0, min(size, self.end - start))
 
-    def skip_to(self, offset: int) -> None:
-        while self.end < offset and not self.has_ended:
-            self.trim(self.end)
-            self.read_chunk()
-
-    def read_chunk(self) -> None:
-        if (chunk := next(self._chunks, None)) is None:
-            self.has_ended = True
-            return
-        value = self.digest_at(self.end)
-        for sample, of_sample in zip(chunk.samples, chunk.digests, strict=True):
-            value = zlib.crc32(of_sample.to_bytes(4, "little"), value)
-            self._items.append((sample, value))
-        self._states[chunk.process] = (chunk.num_chunks, chunk.state)
+    def _add(self, chunk: Chunk) -> None:
+        self._samples += chunk.samples
+        for digest in chunk.digests:
+            self._digests.append(zlib.crc32(digest.to_bytes(4, "little"), self._digests[-1]))
+        self._states[chunk.process] = [chunk.num_chunks, chunk.state]
         if chunk.state is not None:
-            self._marks.append(
-                {
-                    "offset": self.end,
-                    "digest": value,
-                    "states": [list(each) for each in self._states],
-                    "turn": (chunk.process + 1) % len(self._states),
-                }
-            )
+            mark = {"offset": self.end, "digest": self._digests[-1], "states": [*self._states]}
+            self._marks.append(mark | {"turn": (chunk.process + 1) % len(self._states)})
 
     def digest_at(self, offset: int) -> int:
-        index = offset - self.start - 1
-        return self._items[index][1] if index >= 0 else self._digest
+        return self._digests[max(0, offset - self.start)]
 
-    def mark_before(self, offset: int) -> Mapping[str, Any] | None:
-        return next((mark for mark in reversed(self._marks) if mark["offset"] <= offset), None)
+    def mark_before(self, offset: int) -> Mapping[str, Any]:
+        return next(mark for mark in reversed(self._marks) if mark["offset"] <= offset)
 
     def trim(self, offset: int) -> None:
         """Release the samples before `offset`."""
-        self._digest = self.digest_at(offset)
-        del self._items[: offset - self.start]
+        del self._samples[: offset - self.start], self._digests[: offset - self.start]
         self.start = offset
-        passed = sum(mark["offset"] <= offset for mark in self._marks)
-        del self._marks[: max(0, passed - 1)]
+        num_passed = sum(mark["offset"] <= offset for mark in self._marks)
+        del self._marks[: num_passed - 1]
 
 
 def name_of(dataset: Any) -> str:
