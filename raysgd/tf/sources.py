@@ -7,9 +7,7 @@ workers thus has the same samples as two steps of one worker.
 
 from __future__ import annotations
 
-import collections
 import hashlib
-import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -323,11 +321,10 @@ class _Iteration:
     def __init__(self, loader: Any, epoch: int) -> None:
         self._epoch: int | None = epoch
         self._batches = iter(loader)
-        # The batches that can be repeated, with digests of the samples up to them.
-        self._repeatable = collections.deque[tuple[Any, int]]()
-        self._first_offset = 0  # offset of the first such batch
-        self._read_digest = self.digest = 0  # of all samples, and of those up to the newest step
-        self._first_digest = 0  # of the samples before the first offset
+        self._repeatable: list[Any] = []  # the batches that can be repeated
+        self._first_offset = 0  # of the first such batch
+        self._digests = [0]  # of the samples before each such batch, and of all samples
+        self.digest = 0  # of the samples up to the newest step
         self._targets: set[Any] = set()  # their values so far, until they differ
         self._num_targets = 0
 
@@ -337,26 +334,24 @@ class _Iteration:
     def read(self, offset: int, size: int) -> list[Any]:
         """Return up to `size` batches from `offset`, and discard all earlier batches."""
         epoch, self._epoch = self._epoch, None  # if this fails, the position is unknown
-        repeatable = self._repeatable
         while True:
-            while repeatable and self._first_offset < offset:
-                _, self._first_digest = repeatable.popleft()
+            while self._repeatable and self._first_offset < offset:
+                del self._repeatable[0], self._digests[0]
                 self._first_offset += 1
-            if len(repeatable) >= size or (batch := next(self._batches, None)) is None:
+            if len(self._repeatable) >= size or (batch := next(self._batches, None)) is None:
                 break
-            self._add_to_digest(batch)
-            repeatable.append((batch, self._read_digest))
-        self._epoch, drawn = epoch, list(itertools.islice(repeatable, size))
-        self.digest = drawn[-1][1] if drawn else self._read_digest
-        return [batch for batch, _ in drawn]
+            self._digests.append(self._digest_with(batch))
+            self._repeatable.append(batch)
+        self._epoch, drawn = epoch, self._repeatable[:size]
+        self.digest = self._digests[len(drawn)]
+        return drawn
 
     def mark_at(self, offset: int) -> list[Any]:
         """Return the epoch, an offset, and the digest of the samples before it, if it is known."""
-        digests = [self._first_digest, *(digest for _, digest in self._repeatable)]
-        return [self._epoch, offset, *digests[offset - self._first_offset :][:1]]
+        return [self._epoch, offset, *self._digests[offset - self._first_offset :][:1]]
 
-    def _add_to_digest(self, batch: Any) -> None:
-        """Add elements of a batch: of its targets, because features can be noisy.
+    def _digest_with(self, batch: Any) -> int:
+        """Add elements of a batch to the digest: of its targets, because features can be noisy.
 
         Features count too after many equal targets, which may be placeholders.
         """
@@ -367,9 +362,11 @@ class _Iteration:
             self._targets.update(zip(*(array.tolist() for array in arrays), strict=False))
             if len(self._targets) == 1 and self._num_targets > _NUM_EQUAL:
                 arrays += _sample_elements(batch[0])
+        digest = self._digests[-1]
         for array in arrays:
             content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-            self._read_digest = zlib.crc32(content, self._read_digest)
+            digest = zlib.crc32(content, digest)
+        return digest
 
 
 def _sample_elements(nest: Any) -> list[Any]:
