@@ -8,9 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from raysgd._internal.progress import Progress
 from raysgd._internal.step_timing import PHASES, SAVE, PhaseTotals
 from raysgd.cluster.actor_group import ActorGroup
@@ -202,10 +199,7 @@ _WINDOW_S = 1.0
 _MIN_S, _MIN_STEPS = 3.0, 10
 """Training that is too short for a sentence."""
 
-PhaseTimes = NDArray[np.float64]
-"""A row for each worker: the seconds of each phase, and these two numbers."""
-_STEPS, _SAMPLES = len(PHASES), len(PHASES) + 1
-_ByWorker = dict[WorkerHandle, PhaseTimes]
+_ByWorker = Mapping[WorkerHandle, PhaseTotals]
 
 
 @dataclass(eq=False)
@@ -216,14 +210,14 @@ class SpeedMonitor:
     """
 
     group: ActorGroup
-    _totals: dict[WorkerHandle, PhaseTotals] = field(default_factory=dict)
-    _newest: _ByWorker = field(default_factory=dict)
+    _totals: _ByWorker = field(default_factory=dict)  # as the workers have reported them
+    _newest: _ByWorker = field(default_factory=dict)  # with saves, as the following ones
     _group_start: _ByWorker = field(default_factory=dict)  # by rank
     _window_start: _ByWorker = field(default_factory=dict)  # by rank
     _num_windows: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
     """Numbers of windows by their phase and rank, or None for a window that is not slow."""
     _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
-    _starts: dict[str, tuple[PhaseTimes, _ByWorker]] = field(default_factory=dict)  # by kind
+    _starts: dict[str, tuple[PhaseTotals, _ByWorker]] = field(default_factory=dict)  # by kind
     _step: int = 0  # the newest that workers have reported
     _saved_s: float = 0.0
     _is_saving: bool = False
@@ -250,47 +244,30 @@ class SpeedMonitor:
             self._links |= {(member.location.node_ip, ip): rate for ip, rate in each.links.items()}
         if members != list(self._group_start):
             self._links.clear()
-            new = self._times_of(PhaseTotals())
+            new = self._with_saves(PhaseTotals())
             self._group_start = self._window_start = {m: self._newest.get(m, new) for m in members}
             self._num_windows.clear()
         self._totals = timings
-        self._newest = {member: self._times_of(each) for member, each in timings.items()}
-        rows = self._times_since(self._window_start)
-        if _seconds(rows) >= _WINDOW_S and rows[:, _STEPS].all():
-            found = find_bottleneck(self._speeds(rows), 0, self._links)
+        self._newest = {member: self._with_saves(each) for member, each in timings.items()}
+        workers = _speeds(self._window_start, self._newest)
+        if _seconds(workers) >= _WINDOW_S and all(worker.num_steps for worker in workers):
+            found = find_bottleneck(workers, 0, self._links)
             self._num_windows[None if found is None else found[:2]] += 1
             self._window_start = self._newest
 
-    def _times_of(self, totals: PhaseTotals) -> PhaseTimes:
-        row = np.array([*totals.seconds, totals.num_steps, totals.num_samples])
-        row[SAVE] += self._saved_s
-        return row
-
-    def _times_since(self, began: Mapping[WorkerHandle, PhaseTimes]) -> PhaseTimes:
-        return np.array([_difference(self._newest[member], row) for member, row in began.items()])
-
-    def _speeds(self, rows: PhaseTimes) -> list[WorkerSpeed]:
-        return [
-            WorkerSpeed(
-                rank=rank,
-                host=member.location.node_ip,
-                num_steps=int(row[_STEPS]),
-                samples_per_s=float(row[_SAMPLES] / (row[:_STEPS].sum() or 1.0)),
-                seconds=dict(zip(PHASES, (row / max(1, row[_STEPS])).tolist(), strict=False)),
-                loader_workers=self._totals[member].loader_workers,
-            )
-            for rank, (member, row) in enumerate(zip(self._group_start, rows, strict=True))
-        ]
+    def _with_saves(self, totals: PhaseTotals) -> PhaseTotals:
+        seconds = list(totals.seconds)
+        seconds[SAVE] += self._saved_s
+        return totals._replace(seconds=tuple(seconds))
 
     # ---- results
 
     def report(self) -> SpeedReport:
-        rows = self._times_since(self._group_start)
-        workers = self._speeds(rows)
+        workers = _speeds(self._group_start, self._newest)
         if not any(worker.num_steps for worker in workers):
             return SpeedReport()
-        since = max(0, self._step - int(rows[:, _STEPS].max()))
-        sentence = self._sentence(workers, since) if _seconds(rows) >= _MIN_S else ""
+        since = max(0, self._step - max(worker.num_steps for worker in workers))
+        sentence = self._sentence(workers, since) if _seconds(workers) >= _MIN_S else ""
         return SpeedReport(workers=workers, since_step=since, sentence=sentence)
 
     def _sentence(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
@@ -309,22 +286,35 @@ class SpeedMonitor:
         It ends at `timing`, or at the newest times.
         """
         totals = self._totals if timing is None else timing
-        newest = {member: self._times_of(each) for member, each in totals.items()}
-        new, before = self._starts.get(kind, (np.zeros(len(PHASES) + 2), {}))
-        self._starts[kind] = self._times_of(PhaseTotals()), newest  # the first of later workers
-        rows = np.array([_difference(now, before.get(m, new)) for m, now in newest.items()])
-        if not (rows.size and rows[:, _STEPS].all()):
+        newest = {member: self._with_saves(each) for member, each in totals.items()}
+        new, before = self._starts.get(kind, (PhaseTotals(), {}))
+        self._starts[kind] = self._with_saves(PhaseTotals()), newest  # the first of later workers
+        workers = _speeds({member: before.get(member, new) for member in newest}, newest)
+        if not (workers and all(worker.num_steps for worker in workers)):
             return {}
-        names = [*(f"{name}_s" for name in PHASES), "samples_per_s"]
-        seconds = rows[:, :_STEPS].sum(axis=1)
-        rates = rows[:, _SAMPLES] / np.where(seconds, seconds, 1.0)  # 0 without measurements
-        per_step = rows[:, :_STEPS] / rows[:, [_STEPS]]
-        return dict(zip(names, [*per_step.T.tolist(), rates.tolist()], strict=True))
+        seconds = {f"{name}_s": [worker.seconds[name] for worker in workers] for name in PHASES}
+        return {**seconds, "samples_per_s": [worker.samples_per_s for worker in workers]}
 
 
-def _difference(new: PhaseTimes, old: PhaseTimes) -> PhaseTimes:
-    return new if new[_STEPS] < old[_STEPS] else new - old  # the worker may have set up again
+def _speeds(began: _ByWorker, ended: _ByWorker) -> list[WorkerSpeed]:
+    """Return the speeds of workers between two times, by rank."""
+    speeds = []
+    for rank, (member, old) in enumerate(began.items()):
+        new = ended[member]
+        old = PhaseTotals() if new.num_steps < old.num_steps else old  # it may have set up again
+        num_steps, num_samples = new.num_steps - old.num_steps, new.num_samples - old.num_samples
+        spent = [now - before for now, before in zip(new.seconds, old.seconds, strict=True)]
+        speed = WorkerSpeed(
+            rank=rank,
+            host=member.location.node_ip,
+            num_steps=num_steps,
+            samples_per_s=num_samples / (sum(spent) or 1.0),
+            seconds={n: s / max(1, num_steps) for n, s in zip(PHASES, spent, strict=True)},
+            loader_workers=new.loader_workers,
+        )
+        speeds.append(speed)
+    return speeds
 
 
-def _seconds(rows: PhaseTimes) -> float:
-    return float(rows[:, :_STEPS].sum(axis=1).max())
+def _seconds(workers: Sequence[WorkerSpeed]) -> float:
+    return max((each.step_s * max(1, each.num_steps) for each in workers), default=0.0)
