@@ -3,8 +3,7 @@
 import concurrent.futures
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future
-from queue import SimpleQueue
+from concurrent.futures import ALL_COMPLETED, Future
 from typing import Any
 
 
@@ -15,9 +14,8 @@ class Clock:
     sleep = staticmethod(time.sleep)
     time = staticmethod(time.time)
 
-    def wait(self, futures: Iterable[Future[Any]], timeout_s: float) -> set[Future[Any]]:
-        """Wait for futures, and return those that are not done."""
-        return concurrent.futures.wait(set(futures), timeout=timeout_s).not_done
-
-    new_queue = SimpleQueue[Any]
-    """Returns a queue whose ``get`` uses this clock for its timeout."""
+    def wait(
+        self, futures: Iterable[Future[Any]], timeout_s: float, until: str = ALL_COMPLETED
+    ) -> set[Future[Any]]:
+        """Wait for all futures, or for the first one. Return those that are not done."""
+        return concurrent.futures.wait(set(futures), timeout_s, until).not_done

@@ -1,11 +1,9 @@
 """Remote procedure calls from the driver to several workers, and their outcomes."""
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from dataclasses import dataclass, field
-from queue import Empty
 from typing import Any, NamedTuple
 
 from raysgd._internal.progress import Progress
@@ -52,11 +50,8 @@ class Attempt:
 
     def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
         self._clock = clock
-        self.members: list[WorkerHandle] = []
-        self.pending: dict[WorkerHandle, Future[Outcome]] = {}
-        self._finished = clock.new_queue()
-        for member, future in futures.items():
-            self.add(member, future)
+        self.members = list(futures)
+        self.pending = dict(futures)
         self.outcomes: dict[WorkerHandle, Outcome] = {}
         self.lost: dict[WorkerHandle, BaseException] = {}
         self.first_user_error: tuple[WorkerHandle, Outcome] | None = None
@@ -66,7 +61,6 @@ class Attempt:
     def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
         self.members.append(member)
         self.pending[member] = future
-        future.add_done_callback(self._finished.put)
 
     @property
     def is_running(self) -> bool:
@@ -84,12 +78,9 @@ class Attempt:
 
     def collect(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
-        finished = []
-        with contextlib.suppress(Empty):
-            finished.append(self._finished.get(timeout=max(0.0, timeout_s)))
-            while True:
-                finished.append(self._finished.get_nowait())
-        for member in [each for each, future in self.pending.items() if future in finished]:
+        waiting = self._clock.wait(self.pending.values(), timeout_s, FIRST_COMPLETED)
+        finished = [member for member, future in self.pending.items() if future not in waiting]
+        for member in finished:
             future = self.pending.pop(member)
             if (error := future.exception()) is None:
                 outcome = self.outcomes[member] = future.result()

@@ -3,7 +3,7 @@
 If the protocol between the driver and the workers changes, adapt this file, but no test.
 """
 
-from concurrent.futures import Future
+from concurrent.futures import ALL_COMPLETED, Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -66,13 +66,11 @@ class SimClock(Clock):
     def sleep(self, seconds):
         self._world.sleep(seconds)
 
-    def wait(self, futures, timeout_s):
+    def wait(self, futures, timeout_s, until=ALL_COMPLETED):
         futures = set(futures)
-        self._world.tick_until(lambda: all(future.done() for future in futures), timeout_s)
+        enough = all if until == ALL_COMPLETED else any
+        self._world.tick_until(lambda: enough(future.done() for future in futures), timeout_s)
         return {future for future in futures if not future.done()}
-
-    def new_queue(self):
-        return self._world.new_queue()
 
 
 DRIVERS = []

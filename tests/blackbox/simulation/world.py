@@ -7,7 +7,6 @@ that the test has planned for this time. So runs are deterministic and fast.
 
 import bisect
 import itertools
-import queue
 
 from raysgd.errors import InsufficientResourcesError
 from tests.blackbox.simulation import seam
@@ -106,10 +105,6 @@ class World:
         end = self.now + timeout_s
         while not condition() and self.now < end:
             self.tick()
-
-    def new_queue(self):
-        """Return a stand-in for a `queue.SimpleQueue`."""
-        return SimulatedQueue(self)
 
     def tick(self):
         self.now += TICK_S
@@ -213,25 +208,3 @@ class World:
         self.workers.append(member)
         for change in self.on_new_worker:
             change(member)
-
-
-class SimulatedQueue:
-    """A queue whose waits advance the simulated world."""
-
-    def __init__(self, world):
-        self._world = world
-        self._held = []
-
-    def put(self, item):
-        self._held.append(item)
-
-    def get(self, timeout):
-        end = self._world.now + timeout
-        while not self._held and self._world.now < end:
-            self._world.tick()
-        return self.get_nowait()
-
-    def get_nowait(self):
-        if not self._held:
-            raise queue.Empty
-        return self._held.pop(0)

@@ -21,6 +21,6 @@ class ManualClock(Clock):
     def sleep(self, seconds):
         self.now += seconds
 
-    def wait(self, futures, timeout_s):
+    def wait(self, futures, timeout_s, until=None):
         self.waited.append(timeout_s)
         return {future for future in futures if not future.done()}
