@@ -181,11 +181,14 @@ def _pickler(portable: bool) -> Any:
         def reducer_override(self, obj: Any) -> Any:
             torch = sys.modules.get("torch")
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
-                flat = obj.reshape(-1).view(torch.uint8).numpy()
-                return _restore_tensor, (flat, obj.dtype, tuple(obj.shape))
-            if torch is not None and type(obj) is torch.Tensor and _is_of_newer_dtype(obj, torch):
-                integers = obj.view(getattr(torch, f"int{8 * obj.itemsize}"))
-                return operator.methodcaller("view", obj.dtype), (integers,)
+                size, is_on_cpu = obj.nbytes, obj.device.type == "cpu"
+                is_large = is_on_cpu and size >= _LARGE_BYTES  # PyTorch would pickle it slowly
+                if is_large and obj.is_contiguous() and size == obj.untyped_storage().nbytes():
+                    flat = obj.reshape(-1).view(torch.uint8).numpy()
+                    return _restore_tensor, (flat, obj.dtype, tuple(obj.shape))
+                if not _KNOWN_DTYPES.fullmatch(str(obj.dtype)):
+                    integers = obj.view(getattr(torch, f"int{8 * obj.itemsize}"))
+                    return operator.methodcaller("view", obj.dtype), (integers,)
             # Ray would pickle modules such as torch.distributed.config by value.
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 name = obj.__name__
@@ -197,23 +200,12 @@ def _pickler(portable: bool) -> Any:
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Return whether a tensor consists only of its memory. PyTorch would pickle it slowly."""
+    """Return whether a tensor consists only of its memory, or of a part of it."""
     return bool(
         tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.nbytes >= _LARGE_BYTES
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-        and tensor.is_contiguous()
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and not vars(tensor)
     )
-
-
-def _is_of_newer_dtype(tensor: Any, torch: Any) -> bool:
-    """Return whether PyTorch raises an error when it unpickles a tensor of this type."""
-    is_strided = tensor.layout is torch.strided and not (tensor.is_quantized or vars(tensor))
-    known = _KNOWN_DTYPES.fullmatch(str(tensor.dtype))
-    return is_strided and not (known or tensor.requires_grad or tensor.is_conj())
 
 
 def _restore_tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
