@@ -30,6 +30,8 @@ class CheckpointFolder:
     _keep: int | None
     _monitor: str | None
     _mode: Literal["min", "max"]
+    _job: str = ""
+    """Name of the job that every checkpoint must have."""
     _manifests: dict[str, Manifest | None] = field(default_factory=dict)
     """Manifests by checkpoint name; None for a manifest that cannot be read."""
 
@@ -38,8 +40,12 @@ class CheckpointFolder:
         names = filter(self._pattern.fullmatch, self._folder.file_names())
         return sorted(names, key=name_numbers, reverse=True)
 
-    def _check(self, name: str, manifest: Manifest) -> None:
-        """Raise an error if a checkpoint does not belong in this folder."""
+    def _check_job(self, name: str, manifest: Manifest) -> None:
+        if manifest.job != self._job:
+            raise CheckpointError(
+                f"{self._folder.label} has checkpoints of job {manifest.job!r} ({name}), but this "
+                f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
+            )
 
     def _read_manifests(self, names: Iterable[str]) -> None:
         """Read new manifests, and forget the manifests of checkpoints that are not in `names`."""
@@ -54,7 +60,7 @@ class CheckpointFolder:
                 logger.warning("Ignored a damaged checkpoint: %s", error)
                 manifest = None
             if manifest is not None:
-                self._check(name, manifest)
+                self._check_job(name, manifest)
             self._manifests[name] = manifest
 
     def _load_first(
@@ -81,7 +87,7 @@ class CheckpointFolder:
             if manifest is None:
                 skipped.append((file.label, "It has no manifest."))
                 continue
-            self._check(name, manifest)
+            self._check_job(name, manifest)
             for label, reason in skipped:
                 logger.warning("Skipped %s: %s", label, reason)
             return name, content, manifest
@@ -161,8 +167,7 @@ class CheckpointStore(CheckpointFolder):
         mode = resolve_mode("CheckpointStore", monitor, mode)
         if not isinstance(job, str) or not job:
             raise ValueError(f"CheckpointStore(job={job!r}): must be a string with a name.")
-        super().__init__(Location(folder), keep, monitor, mode)
-        self._job = job
+        super().__init__(Location(folder), keep, monitor, mode, job)
 
     def save(
         self,
@@ -229,13 +234,6 @@ class CheckpointStore(CheckpointFolder):
         name, state, _ = self._load_first(names, read_checkpoint)
         file = self._folder.child(name)
         return Restored(file.name, {**state, "parent": {"path": file.label}})
-
-    def _check(self, name: str, manifest: Manifest) -> None:
-        if manifest.job != self._job:
-            raise CheckpointError(
-                f"{self._folder.label} has checkpoints of job {manifest.job!r} ({name}), but this "
-                f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
-            )
 
 
 def name_numbers(name: str) -> tuple[int, ...]:
