@@ -320,16 +320,13 @@ class BackendExecutor:
         except BaseException as error:
             run = self._run
             self.abort()
-            if run is None or not isinstance(error, WorkerLostError):
-                raise
-            number, allowed = run.call.num_failures, run.call.max_failures
-            raise WorkerLostError(
-                f"The training function lost workers {number} time{'s' * (number != 1)}, but "
-                f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",
-                error.rank,
-                error.node_id,
-                error.cause,
-            ) from error
+            if run is not None and isinstance(error, WorkerLostError):
+                number, allowed = run.call.num_failures, run.call.max_failures
+                error.args = (
+                    f"The training function lost workers {number} time{'s' * (number != 1)}, but "
+                    f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",
+                )
+            raise
 
     def abort(self) -> None:
         """End the current run, if any."""
