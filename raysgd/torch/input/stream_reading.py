@@ -2,11 +2,11 @@
 
 import contextlib
 import copy
-import importlib.metadata
 import io
 import itertools
 import os
 import pickle
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -179,7 +179,9 @@ def can_seek(dataset: Any) -> bool:
     if type(dataset).__module__.startswith("datasets."):
         # Before datasets 5.0.1, the states of filtered and mapped streams lose samples. No version
         # saves the content of a shuffle buffer, or of a batch of a table.
-        is_exact = is_at_least(importlib.metadata.version("datasets"), "5.0.1")
+        # A package of the user with this name has no version.
+        version = getattr(sys.modules.get("datasets"), "__version__", "0")
+        is_exact = is_at_least(version, "5.0.1")
         is_table = getattr(getattr(dataset, "_formatting", None), "is_table", False)
         return is_exact and not is_table and not _has_buffer(getattr(dataset, "_ex_iterable", None))
     return getattr(dataset, "is_resumable", False)

@@ -8,7 +8,9 @@ import math
 import os
 import pathlib
 import random
+import sys
 import tarfile
+import types
 import weakref
 
 import numpy as np
@@ -453,6 +455,13 @@ def test_hugging_face_stream_that_has_changed_since_the_checkpoint_is_an_error()
     resumed.load_resume_info(saved)
     with pytest.raises(CheckpointError, match=r"cannot continue from its state .* another map\(\)"):
         next(resumed.batches(0, 4))
+
+
+def test_package_of_the_user_may_be_named_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
+    own = type("Own", (Numbers,), {"__module__": "datasets.own"})
+    batches = wrap(DataLoader(own(6), batch_size=3)).batches(0, 0)
+    assert [numbers_of(batch) for batch in batches] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_hugging_face_stream_that_is_split_by_node_is_left_to_the_user():
