@@ -37,7 +37,7 @@ ELEMENTWISE = (
     optim.Rprop,
 )
 """Optimizers that update each element independently of the others."""
-_FACTOR = -7046029254386353131  # an odd number of 64 bits without a pattern
+_FACTOR = 4354685564936845354  # twice an odd number of 63 bits without a pattern
 _WORDS = {"cpu": 2**16, "cuda": 2**21}
 """Number of 64-bit words that are multiplied together: as many as the cache of a CPU holds."""
 
@@ -227,10 +227,11 @@ def can_copy(saved: Any, value: torch.Tensor) -> bool:
 def digest_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return a 64-bit digest of the bits of tensors and their positions, as a tensor on `device`.
 
-    The tensors must be on `device`. Temporary memory is limited to 64 MiB, unless a tensor is not
-    contiguous. The digest of a GPU is ready when its stream has reached this point.
+    The tensors must be on `device`. The digest of one tensor is the same on all devices. Temporary
+    memory is limited to 64 MiB, unless a tensor is not contiguous. The digest of a GPU is ready
+    when its stream has reached this point.
     """
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    total, position = torch.zeros((), dtype=torch.int64, device=device), 0
     num_words = _WORDS.get(device.type, _WORDS["cuda"])
     scratch = torch.empty(num_words, dtype=torch.int64, device=device)
     for words in _chunks(tensors, 8 * num_words):
@@ -238,14 +239,15 @@ def digest_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Te
         # The products lose high bits, so add the high half to the low half first.
         high = torch.bitwise_right_shift(words, 32, out=scratch[: words.numel()])
         mixed = high.bitwise_xor_(words)
-        term = mixed.dot(factors) if device.type == "cpu" else mixed.mul_(factors).sum()
-        total = total * _FACTOR + term + words.numel()
-    return total
+        total = total + mixed.sum() * position * _FACTOR
+        total += mixed.dot(factors) if device.type == "cpu" else mixed.mul_(factors).sum()
+        position += words.numel()
+    return total + position
 
 
 @functools.cache
 def _factors(size: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(size, dtype=torch.int64, device=device) * _FACTOR | 1
+    return torch.arange(size, dtype=torch.int64, device=device) * _FACTOR + 1
 
 
 def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:

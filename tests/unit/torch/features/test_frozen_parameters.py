@@ -10,6 +10,8 @@ from raysgd import TrainingOperator
 from raysgd.callbacks import EMA, CheckpointCallback
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
+from raysgd.torch import tensors
+from raysgd.torch.tensors import digest_of
 from tests.operators import local
 from tests.unit.recorder import runner_with_snapshots
 
@@ -120,3 +122,13 @@ def test_checkpoints_and_weights_without_the_base(tmp_path):
         assert again.restored_from is not None
         for name in ("base.weight", "norm.weight"):
             torch.testing.assert_close(other.get_model().state_dict()[name], expected[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_digest_does_not_depend_on_the_device(monkeypatch, dtype):
+    frozen = torch.arange(2**18 + 7).to(dtype)  # more than one chunk on a CPU, and one on a GPU
+    on_cpu = digest_of([frozen], frozen.device)
+    monkeypatch.setattr(tensors, "_WORDS", {"cpu": tensors._WORDS["cuda"]})
+    assert digest_of([frozen], frozen.device) == on_cpu
+    frozen[-1] += 1
+    assert digest_of([frozen], frozen.device) != on_cpu
