@@ -21,9 +21,6 @@ from raysgd.errors import CheckpointError
 
 REQUIRED_KEYS = ("models", "optimizers", "epoch")
 """Keys that the state of every trainer has."""
-SHARDS = "shards"
-"""Key of the shards of models and optimizers: of one worker, or of all in a list by rank. No file
-has it, because the driver merges shards before it writes a state."""
 _ADVICE = (
     "Turn it into numbers, strings, lists, dicts or torch tensors (a NumPy array: "
     "torch.from_numpy(array) or array.tolist()), or allow its type with "

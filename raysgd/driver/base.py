@@ -48,7 +48,6 @@ class OperatorTrainer(TrainerProperties):
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
 
     _options_cls: type[Options]
-    _merge_shards: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     _concatenate: Callable[[Sequence[Any]], Any] = staticmethod(np.concatenate)
 
     def __init__(
@@ -77,7 +76,7 @@ class OperatorTrainer(TrainerProperties):
         self._callback_list.around_saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name)
         self._fit_loop = fit_loop = FitLoop(options, dispatcher)
-        self._transfer = StateTransfer(options, dispatcher, fit_loop, self._merge_shards)
+        self._transfer = StateTransfer(options, dispatcher, fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.record.on_event = weakref.WeakMethod(self._notify_callbacks)

@@ -18,6 +18,7 @@ from raysgd._internal.values import redact_config, scalars
 from raysgd.checkpoint.file import CheckpointFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
+from raysgd.checkpoint.shards import merge_shards
 from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.driver.dispatcher import Dispatcher
@@ -48,8 +49,6 @@ class StateTransfer:
     options: Options
     dispatcher: Dispatcher
     fit_loop: FitLoop
-    merge_shards: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Returns a state with all shards merged."""
     provenance: Mapping[str, Any] = field(default_factory=process_provenance)
     """Where the state comes from. Read early, because the files of the script may change later."""
 
@@ -83,7 +82,7 @@ class StateTransfer:
             try:  # new workers repeat the steps after the snapshot
                 generators = self._prepare_export(method)
                 states = self._fetch(StateRequest(frozen=frozen), method)
-                state = self.merge_shards(collect_shards(states))
+                state = merge_shards(collect_shards(states))
                 state["data"]["rng"] = generators
                 return state
             except WorkerLostError:
@@ -92,7 +91,7 @@ class StateTransfer:
                 text = "%s(): no worker starts, so the state is that of step %d, not %d."
                 logger.warning(text, method, kept_step, step)
         # Copy the state, because it may be one that the user loaded.
-        return dict(map_leaves(without_call(self.merge_shards(snapshot)), try_copy))
+        return dict(map_leaves(without_call(merge_shards(snapshot)), try_copy))
 
     def models(self, method: str = "get_model", only_weights: bool = False) -> Any:
         self._prepare_export(method)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from raysgd._internal.progress import Progress
-from raysgd.checkpoint.file import SHARDS
+from raysgd.checkpoint.shards import SHARDS
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import Inbox, StorageError, store_copy, unnamed_file
 from raysgd.cluster.serialization import PackedValue, pack

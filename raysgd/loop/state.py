@@ -7,7 +7,7 @@ unfinished call. In a new generation, the leader sends its state. The numbers ar
 ===============================  ====  =======  =======  ===========================================
 entries                          file  arrives  applied  loaded by
 ===============================  ====  =======  =======  ===========================================
-``shards``                       1 s                     `StateAccess.merge_shards`
+``shards``                       1 s                     `merge_shards`
 ``operator``                     2     1        3        the operator's ``load_state_dict``
 models, optimizers, schedulers,  3     2        1        `StateAccess.load`, or `copy_from`
 ``requires_grad``, ``layers``,
@@ -35,7 +35,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
-from raysgd.checkpoint.file import REQUIRED_KEYS, SHARDS
+from raysgd.checkpoint.file import REQUIRED_KEYS
+from raysgd.checkpoint.shards import SHARDS, merge_shards
 from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
 from raysgd.loop.loop import Loop
@@ -138,7 +139,7 @@ def load_state(
     if SHARDS in state:  # of all workers, in a snapshot
         if incoming is not None:
             incoming.receive()
-        state = state_access.merge_shards(state)
+        state = merge_shards(state)
     if train_state.context.in_driver and incoming is None:
         # Copy the state, because training would change the caller's tensors.
         state = map_leaves(state, try_copy)

@@ -58,10 +58,6 @@ class StateAccess(ABC):
     def set_module_modes(self, modes: Any) -> None:  # noqa: B027
         """Apply the result of `module_modes`."""
 
-    def merge_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Merge the shards in a snapshot. For files, the `StateTransfer` of the driver does so."""
-        return state
-
     def reuse_memory(self, state: dict[str, Any], incoming: IncomingValue) -> dict[str, Any]:
         """Replace incoming arrays by registered ones of the same shape, dtype, and device.
 

@@ -11,7 +11,7 @@ class StatePlacement:
     """Knows which worker has which shards of the models and of the states of optimizers.
 
     In this class, every worker has all of both. Subclasses shard them over the workers. For a file,
-    `read_state` calls `saved_shards` on each worker, and `StateTransfer.merge_shards` merges them.
+    `read_state` calls `saved_shards` on each worker, and `merge_shards` of the driver merges them.
     A file has no shards: each worker gets all of it, and `load_shards` keeps the worker's shard.
     """
 

@@ -22,7 +22,6 @@ from raysgd.torch.object_states import (
     state_problem,
 )
 from raysgd.torch.strategies.replicated_model import grad_flags, set_grad_flags
-from raysgd.torch.strategies.shards import merge_shards
 from raysgd.torch.tensors import copy_to_cpu, parameters_of, state_digest, version_of
 from raysgd.torch.train_state import TorchTrainState
 from raysgd.torch.wrappers import user_module
@@ -93,8 +92,6 @@ class TorchStateAccess(StateAccess):
             )
         for feature in self._registered.features:
             feature.check_state(state)
-
-    merge_shards = staticmethod(merge_shards)
 
     def load(self, state: dict[str, Any]) -> None:
         kinds = self._objects_and_states(state)

@@ -22,7 +22,6 @@ from raysgd.loop.operator_base import check_operator
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import BadSteps, EqualBits, Guard, TorchOptions, without_old_arguments
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.strategies.shards import merge_shards
 
 __all__ = ["TorchTrainer"]
 
@@ -90,7 +89,6 @@ class TorchTrainer(OperatorTrainer):
     """
 
     _options_cls = TorchOptions
-    _merge_shards = staticmethod(merge_shards)
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from raysgd.checkpoint.shards import SavedPiece
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.precision.native import NativeAmp
@@ -24,7 +25,7 @@ from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
-from raysgd.torch.strategies.shards import Piece, SavedPiece, ShardUpdate
+from raysgd.torch.strategies.shards import Piece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu
 
 

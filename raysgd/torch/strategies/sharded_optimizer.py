@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.progress import HeldState
+from raysgd.checkpoint.shards import PARAMETER, SavedPiece
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
-    PARAMETER,
     Piece,
-    SavedPiece,
     ShardLayout,
     ShardUpdate,
     Transfer,

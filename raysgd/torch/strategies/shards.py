@@ -1,22 +1,15 @@
-"""The shards of models and optimizers: which elements each rank holds, sends, and merges."""
+"""The shards of models and optimizers: which elements each rank holds and sends."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from raysgd.checkpoint.file import SHARDS
-from raysgd.errors import CheckpointError
-
-PARAMETER = "parameter"
-"""Key of the model parameter in a worker's shard of the state."""
 _ALIGNMENT = 16
 """Number of elements at whose multiples shards begin, because kernels prefer aligned tensors."""
 Shard: TypeAlias = Mapping[int, tuple[int, int]]
@@ -198,17 +191,6 @@ class ShardLayout:
 # ---- pieces of shards
 
 
-class SavedPiece(TypedDict):
-    """A piece in a state that a worker sends."""
-
-    number: int | None  # of the parameter in the optimizer, if that has it
-    names: Sequence[tuple[int, str]]  # of a sharded parameter: models by index, and names there
-    start: int
-    stop: int
-    shape: tuple[int, ...]  # of the parameter
-    values: dict[str, Any]  # of the optimizer; with `names`, the elements too, as `PARAMETER`
-
-
 @dataclass(eq=False)
 class Piece:
     """Consecutive elements of one parameter."""
@@ -234,41 +216,3 @@ def is_per_element(value: Any) -> bool:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a contiguous tensor, without a copy."""
     return tensor.detach().view(-1)
-
-
-# ---- complete states
-
-
-def merge_shards(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a state with the shards of all workers into an unsharded state."""
-    merged = dict(state)
-    if (shards := merged.pop(SHARDS, None)) is None:
-        return merged
-    merged["optimizers"] = [{**saved, "state": {**saved["state"]}} for saved in state["optimizers"]]
-    merged["models"] = [copy.copy(model) for model in state.get("models", ())]
-    for optimizer, *pieces in zip(merged["optimizers"], *shards, strict=True):
-        for (number, names), values in _merge_pieces(itertools.chain(*pieces)).items():
-            for index, name in names:
-                merged["models"][index][name] = values[PARAMETER]
-            if entries := {key: value for key, value in values.items() if key != PARAMETER}:
-                optimizer["state"][number] = entries
-    return merged
-
-
-def _merge_pieces(pieces: Iterable[SavedPiece]) -> dict[Any, dict[str, Any]]:
-    merged: dict[Any, dict[str, Any]] = {}
-    missing: dict[Any, int] = {}
-    for piece in pieces:
-        key, shape = (piece["number"], piece["names"]), torch.Size(piece["shape"])
-        values = merged.setdefault(key, {})
-        missing[key] = missing.get(key, shape.numel()) - (piece["stop"] - piece["start"])
-        for name, value in piece["values"].items():
-            if not is_per_element(value):
-                values[name] = value
-                continue
-            if name not in values:
-                values[name] = value.new_empty(shape)
-            flat(values[name])[piece["start"] : piece["stop"]].copy_(value)
-    if any(missing.values()):
-        raise CheckpointError("Cannot merge the workers' shards: they have gaps or overlap.")
-    return merged

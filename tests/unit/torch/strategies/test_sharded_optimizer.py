@@ -18,6 +18,7 @@ from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
+from raysgd.checkpoint.shards import merge_shards
 from raysgd.cluster import large_values, serialization
 from raysgd.elastic.snapshots import collect_shards
 from raysgd.errors import CheckpointError
@@ -27,7 +28,7 @@ from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
-from raysgd.torch.strategies.shards import ShardLayout, merge_shards, plan_transfers
+from raysgd.torch.strategies.shards import ShardLayout, plan_transfers
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import (
     HAS_FULL_SHARDING,
