@@ -33,7 +33,6 @@ class ActorGroup:
         self.clock = clock or Clock()
         self.members: list[WorkerHandle] = []
         self.notices = PreemptionNotices(self.clock)
-        self._spare_slots: list[Slot] = []  # slots requested for workers that may soon be lost
         self._reservation: Reservation | None = None
         self._local_slot: LocalSlot | None = None
         self._slots: dict[WorkerHandle, AnySlot] = {}
@@ -48,10 +47,8 @@ class ActorGroup:
         if options.use_local:
             self._local_slot = LocalSlot()
         if not options.is_inline:
-            num_local = int(options.use_local)
-            self._reservation = self._reserve(
-                options.num_workers - num_local, max(1, options.min_workers - num_local)
-            )
+            min_remote = max(1, options.min_workers - options.use_local)
+            self._reservation = self._reserve(self._num_remote, min_remote)
 
     def watch_hosts(self, driver_grace_s: float, interrupts_calls: bool) -> None:
         """Watch the hosts of workers that start after this call. See `HostMonitor`."""
@@ -133,7 +130,8 @@ class ActorGroup:
     def find_vacant_slots(self, request: bool = True) -> list[AnySlot]:
         """Return slots without a worker, on nodes that will not be preempted.
 
-        Request missing slots if `request` is true or slots were lost.
+        If `request` is true or slots were lost, request missing slots, and spare ones for slots
+        that may soon be lost.
         """
         slots: list[AnySlot] = [] if self._local_slot is None else [self._local_slot]
         taken, nodes = list(self._slots.values()), self.notices.nodes
@@ -143,28 +141,23 @@ class ActorGroup:
             unsafe = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             unsafe = [slot for slot in unsafe if slot.node_id in (None, *nodes)]
             # Request missing slots also during a start, because lost resources may never return.
-            if request or len(reservation.slots) < num_before:
-                self._request_missing(reservation, len(unsafe))
+            may_request = request or len(reservation.slots) < num_before
+            num_needed = self._num_remote + len(unsafe) + len(self.preempted())
+            while may_request and len(reservation.slots) < num_needed:
+                may_request = reservation.request_slot(self.options.bundle) is not None
             slots += [slot for slot in reservation.slots if slot not in unsafe]
         return [slot for slot in slots if slot not in taken]
 
-    def _request_missing(self, reservation: Reservation, num_unsafe: int) -> None:
-        """Request slots for missing workers, and spare ones for slots that may soon be lost."""
-        num_workers = self.options.num_workers - (self._local_slot is not None)
-        num_unsafe += len(self.preempted())
-        while len(reservation.slots) < num_workers + num_unsafe:
-            slot = reservation.request_slot(self.options.bundle)
-            if slot is None:
-                break
-            if len(reservation.slots) > num_workers:
-                self._spare_slots.append(slot)
+    @property
+    def _num_remote(self) -> int:
+        return self.options.num_workers - self.options.use_local
 
     def cancel_extra_requests(self) -> None:
         """Remove unneeded requests before the autoscaler starts nodes for them."""
         taken = list(self._slots.values())
-        extra, self._spare_slots = [slot for slot in self._spare_slots if slot not in taken], []
-        if extra and self._reservation is not None:
-            self._reservation.drop_pending(extra)
+        if self._reservation is not None:
+            extra = self._reservation.slots[self._num_remote :]  # the newest requests
+            self._reservation.drop_pending([slot for slot in extra if slot not in taken])
 
     def slot_of(self, worker: WorkerHandle) -> AnySlot | None:
         return self._slots.get(worker)
@@ -224,7 +217,6 @@ class ActorGroup:
         finally:  # also if Ctrl-C ends the wait
             self.members.clear()
             self._slots.clear()
-            self._spare_slots.clear()
             for member in everyone:
                 answer = exiting.get(member)
                 if answer and not (answer.done() and not answer.exception() and answer.result()):
