@@ -164,8 +164,6 @@ class ActorGroup:
 
     def describe_demand(self) -> str:
         """Describe the resources that a worker needs and that the cluster has."""
-        if self.options.is_inline:
-            return "all workers are in the driver's process"
         from raysgd.cluster import placement
 
         return placement.describe_demand(self.options.bundle)

@@ -18,7 +18,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
 from raysgd.elastic.preemption import PreemptionMonitor
-from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError, WorkerTimeoutError
+from raysgd.errors import CheckpointError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,7 @@ class PendingWorker:
             self.phase = "ready"
         except BaseException as error:
             self.error = error  # also store it after Ctrl-C, because the generator has ended
-            from_worker = isinstance(error.__cause__, RemoteTraceback)
-            if not isinstance(error, Exception) and not from_worker:
+            if not isinstance(error, Exception):
                 raise
 
     def _run_phases(self) -> Iterator[None]:
