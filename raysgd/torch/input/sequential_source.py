@@ -58,11 +58,6 @@ class SequentialSource(PartitionedSource):
             self.reading_advice = "use the Stream without group and skip_broken"
         self.end_processes()
 
-    def set_batch_size(self, size: int, follows_config: bool) -> None:
-        super().set_batch_size(size, follows_config)
-        requested = self._requested_batch_size
-        self._chunk_size = requested if follows_config and requested else size
-
     def __iter__(self) -> Iterator[Any]:
         copied = self._copy_for_user()
         copied.end_processes()
@@ -177,8 +172,9 @@ class SequentialSource(PartitionedSource):
         fits = at[0] == epoch and at[1] <= offset and can_seek(self._dataset)
         if not fits or len(mark["states"]) != len(start["states"]):
             mark = start
-        seed = self._seed + epoch
-        chunks: Any = Chunks(self._dataset, self._chunk_size, seed, mark)
+        seed, requested = self._seed + epoch, self._requested_batch_size
+        size = requested if self._follows_config and requested else self.batch_size
+        chunks: Any = Chunks(self._dataset, size, seed, mark)
         if num_processes:
             chunks = self._iteration = iter(with_chunks(self.loader, chunks, seed))
         self._buffer, self._reading = StreamBuffer(chunks, mark), (epoch, self._seed)
