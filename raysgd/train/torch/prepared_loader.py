@@ -80,7 +80,7 @@ class PreparedLoader(DataLoader[Any]):
             self._source: Any = BatchSource(loader, has_length=False)
             return
         if loader.generator is not None:
-            seed = loader.generator.initial_seed() % 2**31
+            seed = loader.generator.initial_seed() % 2**62  # as `MapStyleSource.reseed`
         self._source = source = wrap_loader(
             loader,
             partitions=True,

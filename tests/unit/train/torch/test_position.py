@@ -32,6 +32,7 @@ MAKE = {
     "generator": lambda: DataLoader(
         DATA, 3, shuffle=True, generator=torch.Generator().manual_seed(5)
     ),
+    "large seed": lambda: DataLoader(DATA, 3, shuffle=True, generator=torch.Generator()),
     "sampler": lambda: DataLoader(DATA, 3, sampler=SubsetRandomSampler(range(6, 61))),
     "drop_last": lambda: DataLoader(DATA, 3, shuffle=True, drop_last=True),
     "processes": lambda: DataLoader(
