@@ -101,7 +101,8 @@ class _OptimizerBackup:
         self._optimizer, state = optimizer, optimizer.state
         # A frozen parameter with state may be trained later in the step.
         trained = [p for p in parameters_of(optimizer) if p.requires_grad or p in state]
-        self.parameters, self._tensors = set(trained), [*trained]
+        self.parameters = set(trained)
+        self._tensors: list[torch.Tensor] = [*trained]
         self._state = map_leaves(state, self._keep)
         # Some optimizers keep an estimated step size in the groups.
         self._groups = [
