@@ -196,17 +196,13 @@ class Loop:
             after_commit.append(self.snapshots.take_if_due)
         if request.ends_at_nan:
             after_commit.append(self._end_at_bad_loss)
-        steps_left, agree_on_batch = self._agree_on_epoch()
         pauses = [n for n in (request.callback_pause_step, self._next_log_step) if n is not None]
         segment = Segment(
             train_state,
             self.source,
             self.control,
             max_steps=max_steps,
-            steps_left=steps_left,
-            agree_on_batch=agree_on_batch,
-            compares_samples=train_state.context.world_size > 1
-            and self.source.step_digest() is not None,
+            steps_left=self._agree_on_epoch(),
             after_commit=after_commit,
             pause_step=min(pauses, default=math.inf),
             break_ends_epoch=break_ends_epoch,
@@ -214,8 +210,8 @@ class Loop:
         train_state.segment = segment
         return segment
 
-    def _agree_on_epoch(self) -> tuple[int | None, Callable[[int], int] | None]:
-        """Return `steps_left` and `agree_on_batch` of a segment that all workers read alike."""
+    def _agree_on_epoch(self) -> int | None:
+        """Agree on the order of the epoch. Return the steps that are left, or None if unknown."""
         train_state, source = self.train_state, self.source
         source.current_epoch, offset = self._position.epoch, self._position.offset
         if source.unread is None:  # first, because the length may depend on the epoch
@@ -223,18 +219,10 @@ class Loop:
         steps_left = source.steps_left(offset)
         if steps_left == 0 and offset == 0:  # only the worker with the empty loader raises
             raise empty_loader_error("train", source)
-        if source.is_partitioned or train_state.context.world_size == 1:
-            return steps_left, None
+        if steps_left is None or source.is_partitioned or train_state.context.world_size == 1:
+            return steps_left
         # The workers' own loaders can differ in length. The shortest one ends the epoch.
-        if steps_left is None:
-            return None, self._fewest_batches
-        return self._fewest_batches(steps_left), None
-
-    def _fewest_batches(self, number: int) -> int:
-        """Return the minimum of `number` over all workers."""
-        number = min(number, 2**62)  # it must fit into 64 bits
-        (smallest,) = self.train_state.collectives.all_reduce_min(number)
-        return smallest
+        return train_state.collectives.all_reduce_min(min(steps_left, 2**62))[0]  # fits 64 bits
 
     def _end_at_bad_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""

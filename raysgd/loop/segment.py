@@ -36,9 +36,8 @@ class Segment(Iterator[Any]):
     plan, `MicroBatching.split_batch`, `TrainState.begin_micro_batch`, and ``train_batch``, whose
     part is in `Update`. After the next request: `commit_if_done`, and `TrainState.commit`.
 
-    It continues with the unread batches of the source, if there are any. `agree_on_batch` returns 0
-    if any rank has no batch. The functions `after_commit` run after each commit, unless the loop
-    has raised.
+    It continues with the unread batches of the source, if there are any. The functions
+    `after_commit` run after each commit, unless the loop has raised.
     """
 
     _train_state: TrainState
@@ -46,8 +45,6 @@ class Segment(Iterator[Any]):
     _control: LoopControl
     max_steps: int | None = None  # of the segment
     steps_left: int | None = None  # of the epoch; None if unknown
-    agree_on_batch: Callable[[int], int] | None = None
-    compares_samples: bool = False  # of all ranks, for each batch
     after_commit: Sequence[Callable[[], None]] = ()
     read_limit: int | None = None  # steps to read of a new iteration; None for all
     pause_step: float = math.inf  # number of committed steps at which to pause
@@ -55,6 +52,10 @@ class Segment(Iterator[Any]):
 
     def __post_init__(self) -> None:
         train_state = self._train_state
+        # For each batch, the ranks compare samples, or agree whether all of them have one.
+        source, is_group = self.source, train_state.context.world_size > 1
+        self._compares_samples = is_group and source.step_digest() is not None
+        self._agrees = is_group and not source.is_partitioned and self.steps_left is None
         limits = [n for n in (self.max_steps, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
         self._update, self._position = train_state.update, train_state.position
@@ -138,13 +139,13 @@ class Segment(Iterator[Any]):
             self.has_loader_failed = True
             raise
         timing.begin(OTHER)
-        agree, has_batch = self.agree_on_batch, self._prefetched is not _NO_BATCH
+        has_batch, collectives = self._prefetched is not _NO_BATCH, self._train_state.collectives
         if not (has_batch or self.start_offset or self.num_committed or self._drawn):
             raise empty_loader_error("train", self.source)
         # `_prefetched` keeps the batch if a worker is lost during this collective.
-        if self.compares_samples:
-            self.source.check_same_samples(self._train_state.collectives)
-        elif agree is not None and not agree(has_batch):
+        if self._compares_samples:
+            self.source.check_same_samples(collectives)
+        elif self._agrees and not collectives.all_reduce_min(int(has_batch))[0]:
             self._prefetched = _NO_BATCH
         if self._prefetched is _NO_BATCH:
             self._is_exhausted = True

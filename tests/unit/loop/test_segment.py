@@ -36,13 +36,15 @@ def make_steps(
     features = OperatorFeatures(train_state.registered)
     register(train_state, features, models, optimizers, gradient_accumulation_steps=size)
     train_state.position.global_step = before
+    if agree is not None:
+        world_size, train_state.collectives.all_reduce_min = 2, lambda flag: [agree(flag)]
     train_state.settings.context = WorkerContext(world_size=world_size)
     if steps_left == "all":
         batches = list(batches)
         steps_left = len(batches)
     source = BatchSource(batches)
     source.is_partitioned = is_partitioned
-    return train_state, Segment(train_state, source, LoopControl(), limit, steps_left, agree)
+    return train_state, Segment(train_state, source, LoopControl(), limit, steps_left)
 
 
 def rest_after_error(steps):
