@@ -42,7 +42,7 @@ from raysgd.metrics import on_cpu
 from raysgd.torch.input.orders import seed_all
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
-from raysgd.torch.strategies.group_exchange import GroupExchange, broadcast_models
+from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import arithmetic_of, copy_leaf, multiply_all, parameters_of, version_of
 
@@ -82,9 +82,6 @@ class EqualBitsExchange(GroupExchange):
         call, options = f"TorchTrainer({_MODE})", self._registered.options
         conflicts.check("equal bits", call, options, self._registered.models)
         _check_modules(self._registered.models)
-
-    def sync_initial_state(self) -> None:
-        broadcast_models(self._registered)
 
     def _clear(self) -> None:
         self._gradients: dict[int, PartGradients] = {}  # by ID of the optimizer

@@ -38,6 +38,10 @@ class GroupExchange(GradientExchange):
         wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
         self._registered.models = [wrapped.get(id(m), m) for m in self._registered.models]
 
+    def sync_initial_state(self) -> None:
+        if self.keeps_all_equal and self._registered.has_all_parameters:
+            broadcast_models(self._registered)
+
     def check_parameters(self) -> None:
         models = list(map(without_ddp, self._registered.models))
         dtypes = self._dtypes

@@ -9,7 +9,7 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.update import Update
-from raysgd.torch.strategies.group_exchange import GroupExchange, broadcast_models
+from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.tensors import parameters_of
 
 
@@ -34,9 +34,6 @@ class HorovodExchange(GroupExchange):
         self._arguments = {"backward_passes_per_step": num_passes, **horovod_args}
         self._distributed: dict[int, Any] = {}
         self.begin_generation()
-
-    def sync_initial_state(self) -> None:
-        broadcast_models(self._registered)
 
     def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""

@@ -16,7 +16,7 @@ from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
-from raysgd.torch.strategies.group_exchange import GroupExchange, broadcast_models
+from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version
 from raysgd.torch.tensors import backward_pass_number, parameters_of
 from raysgd.torch.wrappers import is_ddp
@@ -105,9 +105,6 @@ class ReplicatedExchange(WrapperExchange):
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
         self._passes = [w._passes for w in self._wrappers if isinstance(w, ReplicatedModel)]
-
-    def sync_initial_state(self) -> None:
-        broadcast_models(self._registered)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of an optimizer, unless wrappers of models have averaged them.
