@@ -1,9 +1,9 @@
 """Check and wrap what a PyTorch operator registers.
 
-The order of `register` matters. The strategy and the precision see unwrapped models on their
-device. The digests of frozen parameters precede `exchange.wrap`, in which other workers write them.
-Buffers and features see wrapped models. The hooks that shard a step come last. After a step,
-parameters are whole before other hooks see them.
+The order of `register` matters. The placement knows which tensors move to the device. The precision
+sees unwrapped models there. The digests of frozen parameters precede `exchange.wrap`, in which
+other workers write them. Buffers and features see wrapped models. The hooks that shard a step come
+last. After a step, parameters are whole before other hooks see them.
 """
 
 from typing import Any
@@ -65,8 +65,9 @@ def register(
     if warning := check_related(modules, registered.optimizers, registered.schedulers):
         registered.warn_once("untrained", "%s", warning)
     strategy = STRATEGIES[mode_of(options, sharding, registered.settings.context.distributed)]
-    _move_models(registered, modules, strategy.leaves_parameters_in_place)
+    registered.models = modules
     registered.placement = strategy.new_placement(registered, sharding_args)
+    _move_models(registered)
     registered.exchange = strategy.new_exchange(registered)
     registered.accumulation_steps = as_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
@@ -109,16 +110,16 @@ def _with_own_tensors(optimizers: list[torch.optim.Optimizer]) -> list[torch.opt
     return optimizers
 
 
-def _move_models(
-    registered: RegisteredObjects, models: list[torch.nn.Module], leaves_parameters_in_place: bool
-) -> None:
+def _move_models(registered: RegisteredObjects) -> None:
     """Move models to the device. If models are sharded, workers move only their rows."""
+    moves_parameters = registered.has_all_parameters
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        stays = leaves_parameters_in_place and isinstance(tensor, torch.nn.Parameter)
-        return tensor if stays else tensor.to(registered.device)
+        moves = moves_parameters or not isinstance(tensor, torch.nn.Parameter)
+        return tensor.to(registered.device) if moves else tensor
 
-    registered.models = [model._apply(move) for model in models]
+    for model in registered.models:
+        model._apply(move)
 
 
 def _move_criteria(

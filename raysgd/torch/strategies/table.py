@@ -41,7 +41,7 @@ from raysgd.torch.strategies.sharded_optimizer import ShardedPlacement
 class Strategy(NamedTuple):
     """Makes the `StatePlacement` and the `GradientExchange` of a mode.
 
-    `register` calls `check`, moves the models, and calls `new_placement` and then `new_exchange`.
+    `register` calls `check` and `new_placement`, moves the models, and calls `new_exchange`.
     `Options.layout` is the third part of a strategy.
     """
 
@@ -56,8 +56,6 @@ class Strategy(NamedTuple):
         lambda *_: None
     )
     """Raises ValueError if it cannot shard the models or optimizers of a call of ``register``."""
-    leaves_parameters_in_place: bool = False
-    """Whether parameters stay on their device, because each worker moves only its rows."""
 
 
 def _fully_sharded() -> ModuleType:
@@ -78,7 +76,6 @@ STRATEGIES = {
         lambda *arguments: _fully_sharded().FullyShardedPlacement(*arguments),
         sharding_args=("copies", "wrap"),
         check=check_fully_shardable,
-        leaves_parameters_in_place=True,
     ),
 }
 
