@@ -44,10 +44,9 @@ class PeerMesh:
         self._rank = rank
         self._key = key
         self._timeout_s = timeout_s
-        # Ranks that have connected, or None after `interrupt`.
-        self._arrived: SimpleQueue[tuple[int, socket.socket] | None] = SimpleQueue()
-        self._sockets: list[socket.socket] = []
         self._peers: dict[int, socket.socket] = {}
+        self._changes: SimpleQueue[None] = SimpleQueue()
+        """Has an item for each rank that has connected, and for `interrupt`."""
         self._num_started = 0
         self._newest_reduction: Future[None] | None = None
         self._order_lock = threading.Lock()
@@ -59,43 +58,37 @@ class PeerMesh:
     def connect(self, addresses: Sequence[tuple[str, int]]) -> None:
         """Connect to all ranks, given their hosts and ports by rank. All ranks must call this."""
         ends = time.monotonic() + self._timeout_s
-        connections: dict[int, socket.socket] = {}
         try:
             for rank, (host, port) in enumerate(addresses[: self._rank]):
                 target, left_s = Address(host, port, self._key), ends - time.monotonic()
-                connections[rank] = connect(target, timeout_s=left_s)
-                self._sockets.append(connections[rank])
-                connections[rank].sendall(_RANK.pack(self._rank))
-            while len(connections) < len(addresses) - 1:
-                arrived = self._arrived.get(timeout=max(0.0, ends - time.monotonic()))
-                if arrived is None:
-                    break
-                rank, connections[rank] = arrived
+                self._peers[rank] = connect(target, timeout_s=left_s)
+                self._peers[rank].sendall(_RANK.pack(self._rank))
+            while len(self._peers) < len(addresses) - 1 and not self._break_reason:
+                self._changes.get(timeout=max(0.0, ends - time.monotonic()))
         except OSError as error:
             self._break(
                 f"Workers cannot connect to each other: rank {self._rank} to rank {rank}: {error}",
                 error,
             )
         except Empty:
-            late = sorted(set(range(len(addresses))) - {self._rank, *connections})
+            late = sorted(set(range(len(addresses))) - {self._rank, *self._peers})
             self._break(
                 f"Workers cannot connect to each other: timed out, waiting for ranks {late}"
             )
         finally:
             self._listener.close()
-        for rank, connection in sorted(connections.items()):
+        self._peers = dict(sorted(self._peers.items()))
+        for connection in self._peers.values():
             connection.setblocking(False)
             # A stopped rank may stop reading.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
-            self._peers[rank] = connection
         if self._break_reason:
             self._break(self._break_reason)  # also closes the new connections
 
     async def _accept_rank(self, connection: socket.socket) -> None:
         (rank,) = _RANK.unpack(await receive_exactly(connection, _RANK.size))
-        connection = socket.socket(fileno=connection.detach())
-        self._sockets.append(connection)
-        self._arrived.put((rank, connection))
+        self._peers[rank] = socket.socket(fileno=connection.detach())
+        self._changes.put(None)
 
     def reduce(
         self, tensor: torch.Tensor, combine: Combine, timeout_s: float, in_thread: bool
@@ -180,9 +173,9 @@ class PeerMesh:
     def interrupt(self, reason: str = "The driver interrupted this collective") -> None:
         """Make all current and later calls fail, here and on the other ranks."""
         self._break_reason = self._break_reason or f"gloo/ {reason}."
-        for connection in list(self._sockets):
+        for connection in list(self._peers.values()):
             shut_down(connection)
-        self._arrived.put(None)
+        self._changes.put(None)
 
     def local_addresses(self) -> set[tuple[str, int]]:
         """Return the local addresses of the connections."""
@@ -193,7 +186,7 @@ class PeerMesh:
         if self._newest_reduction is not None:
             concurrent.futures.wait([self._newest_reduction], _CLOSE_S)
         self._listener.close()
-        for connection in self._sockets:
+        for connection in self._peers.values():
             connection.close()
 
 
