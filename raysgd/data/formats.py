@@ -30,7 +30,7 @@ class text(ByteRecords):  # noqa: N801  users call the formats like functions
         while data := self._read_at(file, offset + len(rest), BLOCK_BYTES):
             if b"\0" in data[: 0 if offset else _NUM_TESTED] or bytes(512) in data:  # it was cut
                 raise RecordError(
-                    f"{self.paths[file]}: has zero bytes, so it is not UTF-8 text, or cut. Read "
+                    f"{self.label(file)}: has zero bytes, so it is not UTF-8 text, or cut. Read "
                     "tar archives with tar(), Parquet files with parquet(), and convert others."
                 )
             data = rest + data

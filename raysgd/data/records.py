@@ -187,9 +187,13 @@ class Records(ABC):
         return results
 
     def locate(self, number: int) -> list[Any]:
-        """Return the file of a record, without passwords, and its number in the file, from 0."""
+        """Return the label of a record's file, and its number in the file, from 0."""
         file = int(np.searchsorted(self._offsets, number, side="right")) - 1
-        return [without_secrets(self.paths[file]), int(number - self._offsets[file])]
+        return [self.label(file), int(number - self._offsets[file])]
+
+    def label(self, file: int) -> str:
+        """Return the path or URL of a file without passwords and signatures."""
+        return without_secrets(self.paths[file])
 
     # ---- formats
 
@@ -234,7 +238,7 @@ class Records(ABC):
             if error.errno not in _CACHE_ERRNOS:
                 raise
             raise RuntimeError(
-                f"{self.paths[file]}: raysgd cannot use its cache, {self._cache}: {error}. Pass "
+                f"{self.label(file)}: raysgd cannot use its cache, {self._cache}: {error}. Pass "
                 "cache_dir=... with a folder that you can write to, and that has enough space."
             ) from error
 
@@ -245,7 +249,7 @@ class Records(ABC):
             same = np.array_equal(self._indexes[file], self._load_index(file))
         if not same:
             raise RuntimeError(
-                f"{self.paths[file]} changed while it was read. Its size and version are "
+                f"{self.label(file)} changed while it was read. Its size and version are "
                 f"{stamp}{version}, and were {self._stamps[file]}{before}. Start again with the "
                 "new file."
             )
@@ -306,7 +310,7 @@ class Records(ABC):
             is_bare = type(error) is OSError and error.errno is None
             if isinstance(error, RecordError) or not (is_bare or isinstance(error, _BAD_CONTENT)):
                 raise
-            raise RecordError(f"{self.paths[file]}: {error}") from error
+            raise RecordError(f"{self.label(file)}: {error}") from error
 
     def _read_at(self, file: int, start: int, size: int) -> bytes:
         def read(opened: Any) -> bytes:
@@ -314,7 +318,7 @@ class Records(ABC):
             data: bytes = opened.read(size)
             total = getattr(opened, "size", None)  # of a remote file
             if isinstance(total, int) and len(data) < min(size, total - start):
-                raise ConnectionError(f"{self.paths[file]}: the answer has too few bytes")
+                raise ConnectionError(f"{self.label(file)}: the answer has too few bytes")
             return data
 
         return self._with_file(file, read)
@@ -333,12 +337,12 @@ class ByteRecords(Records):
             starts = index[first : stop + 1].tolist()
             data = self._read_at(file, starts[0], starts[-1] - starts[0])
             if len(data) < starts[-1] - starts[0]:
-                raise RuntimeError(f"{self.paths[file]} has become shorter. Start again with it.")
+                raise RuntimeError(f"{self.label(file)} has become shorter. Start again with it.")
             for number, (low, high) in enumerate(itertools.pairwise(starts), start=first):
                 try:
                     records.append(self._decode(data[low - starts[0] : high - starts[0]]))
                 except Exception as error:
-                    name = f"{self.paths[file]}, {self.unit} {number + 1}"
+                    name = f"{self.label(file)}, {self.unit} {number + 1}"
                     records.append(RecordError(f"{name}: {error}"))
         return records
 

@@ -409,6 +409,12 @@ def test_error_of_a_server_is_named(tmp_path, monkeypatch, server, status, error
     assert str(status) in f"{raised.value} {raised.value.__cause__!r}"
 
 
+def test_error_of_a_remote_file_has_no_signature(tmp_path, server):
+    with pytest.raises(RecordError, match=r"data\.gz\?\*\*\*: ") as raised:
+        tar(f"{server.url}?sig=secret", cache_dir=tmp_path)
+    assert "secret" not in str(raised.value)
+
+
 def test_remote_file_that_changes_is_an_error_in_the_next_epoch(tmp_path):
     def write(content):
         with fsspec.open("memory://changing.txt", "wb") as file:
