@@ -18,20 +18,6 @@ from raysgd.tf.keras import overrides
 from raysgd.tf.layer_state import flat_layers
 
 
-class MeanLoss:
-    """Computes the mean loss of a worker's batch from (target, output, sample_weight=None).
-
-    `criterion` is a loss in any form that ``compile()`` takes. `model` names the outputs.
-    """
-
-    def __init__(self, criterion: Any, model: Any = None) -> None:
-        self.compiled = _compile(model, loss=criterion)
-
-    def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
-        tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
-        return tf.reduce_mean(self.compiled.compute_loss(None, *tensors))
-
-
 class BatchLosses:
     """Computes what a batch of the registered model reports: its loss, and its metrics.
 
@@ -43,13 +29,17 @@ class BatchLosses:
         self, model: Any, criterion: Any, metrics: Any, class_weight: Mapping[Any, float]
     ) -> None:
         self._model = model
-        self.criterion: Any = None if criterion is None else MeanLoss(criterion, model)
-        self._metrics = BatchMetrics(model, metrics)
-        compiled = model if self.uses_model_loss else getattr(self.criterion, "compiled", None)
+        shell = _compile(model, criterion, metrics)
+        self.criterion: Any = None if criterion is None else partial(_mean_loss, shell)
+        _, losses, _ = compiled_objects(model if self.uses_model_loss else shell)
         # The first batch of a model with several outputs fills this list.
-        self._losses_of_outputs: list[Any] = getattr(compiled_objects(compiled)[1], "metrics", [])
+        self._losses_of_outputs: list[Any] = getattr(losses, "metrics", [])
+        self._compiled_metrics = compiled_objects(model if metrics is None else shell)[-1]
+        self._metric_names: list[str] = []
+        self._checked: set[str] = set()
+        """Metrics whose state is known to be a sum over batches."""
         self._class_weight = class_weight
-        layers = flat_layers(model) if model else ()
+        layers = flat_layers(model)
         self._stateful_layers = [
             each for each in layers if isinstance(each, keras.layers.RNN) and each.stateful
         ]
@@ -106,10 +96,44 @@ class BatchLosses:
         _, target, weights = unpacked
         values: dict[str, Any] = {e.name: float(e.result()) for e in self._losses_of_outputs}
         values |= {each.name: to_mergeable(each, ((), {})) for each in inner_metrics(self._model)}
-        values |= self._metrics.measure(target, output, weights)
+        values |= self._measure_metrics(target, output, weights)
         named = {f"{prefix}_{name}": value for name, value in values.items()}
         loss = tf.reduce_mean(loss)
         return {f"{prefix}_loss": loss, NUM_SAMPLES: count_samples(unpacked), **named}
+
+    def _measure_metrics(
+        self, target: Any, output: Any, sample_weight: Any
+    ) -> dict[str, MergeableMetric]:
+        """Return the registered metrics of one batch, in a form that merges exactly."""
+        compiled = self._compiled_metrics
+        if compiled is None:
+            return {}
+        tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
+        if not self._metric_names:
+            compiled.update_state(*tensors)  # the first batch creates the metrics
+            self._metric_names = _strip_numbers(compiled.result(), compiled.metrics)
+        values: dict[str, MergeableMetric] = {}
+        updates = [(metric, metric.update_state) for metric in compiled.metrics]
+        try:
+            for name, (metric, update) in zip(self._metric_names, updates, strict=True):
+                metric.update_state = partial(self._update_metric, values, name, metric, update)
+            compiled.update_state(*tensors)
+        finally:
+            for metric, update in updates:
+                metric.update_state = update
+        return values
+
+    def _update_metric(
+        self, values: Any, name: str, metric: Any, update: Any, *arguments: Any, **named: Any
+    ) -> None:
+        updated = partial(update, *arguments, **named)
+        owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
+        is_of_user = not owner.__module__.startswith("keras.")
+        if is_of_user and name not in self._checked and _prove_sum(metric, updated):
+            self._checked.add(name)
+        _reset(metric)
+        updated()
+        values[name] = to_mergeable(metric, (arguments, named))
 
 
 def count_samples(unpacked: Any) -> int:
@@ -118,13 +142,20 @@ def count_samples(unpacked: Any) -> int:
     return int(leaves[0].shape[0])
 
 
-def _compile(model: Any, **arguments: Any) -> Any:
+def _compile(model: Any, criterion: Any, metrics: Any) -> Any:
     """Return a compiled model without layers, which computes losses and metrics like ``fit()``."""
     shell = keras.Model(name="compiled")
     if names := getattr(model, "output_names", None):
         shell.output_names = list(names)
-    shell.compile("sgd", **arguments)
+    is_single = metrics is not None and not isinstance(metrics, list | tuple | dict)
+    shell.compile("sgd", loss=criterion, metrics=[metrics] if is_single else metrics)
     return shell
+
+
+def _mean_loss(compiled: Any, target: Any, output: Any, sample_weight: Any = None) -> Any:
+    """Return the mean loss of a worker's batch."""
+    tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
+    return tf.reduce_mean(compiled.compute_loss(None, *tensors))
 
 
 def compiled_objects(model: Any) -> list[Any]:
@@ -163,55 +194,6 @@ def _multiply_weights(class_weight: Mapping[Any, float], target: Any, sample_wei
         own = np.asarray(sample_weight, weights.dtype)
         weights = weights.reshape(own.shape) * own
     return weights
-
-
-class BatchMetrics:
-    """Computes the metrics of each batch, with the names that Keras gives them.
-
-    `metrics` are metrics in any form that ``compile()`` takes, or None for those of the compiled
-    `model`.
-    """
-
-    def __init__(self, model: Any, metrics: Any = None) -> None:
-        if metrics is not None:
-            metrics = metrics if isinstance(metrics, list | tuple | dict) else [metrics]
-            model = _compile(model, metrics=metrics)
-        self._compiled_metrics = compiled_objects(model)[-1]
-        self._names: list[str] = []
-        self._checked: set[str] = set()
-        """Metrics whose state is known to be a sum over batches."""
-
-    def measure(self, target: Any, output: Any, sample_weight: Any) -> dict[str, MergeableMetric]:
-        """Return the values for one batch, in a form that merges exactly."""
-        compiled = self._compiled_metrics
-        if compiled is None:
-            return {}
-        tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
-        if not self._names:
-            compiled.update_state(*tensors)  # the first batch creates the metrics
-            self._names = _strip_numbers(compiled.result(), compiled.metrics)
-        values: dict[str, MergeableMetric] = {}
-        updates = [(metric, metric.update_state) for metric in compiled.metrics]
-        try:
-            for name, (metric, update) in zip(self._names, updates, strict=True):
-                metric.update_state = partial(self._measure, values, name, metric, update)
-            compiled.update_state(*tensors)
-        finally:
-            for metric, update in updates:
-                metric.update_state = update
-        return values
-
-    def _measure(
-        self, values: Any, name: str, metric: Any, update: Any, *arguments: Any, **named: Any
-    ) -> None:
-        updated = partial(update, *arguments, **named)
-        owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
-        is_of_user = not owner.__module__.startswith("keras.")
-        if is_of_user and name not in self._checked and _prove_sum(metric, updated):
-            self._checked.add(name)
-        _reset(metric)
-        updated()
-        values[name] = to_mergeable(metric, (arguments, named))
 
 
 def inner_metrics(model: Any) -> list[Any]:

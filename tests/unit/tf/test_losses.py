@@ -12,7 +12,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 from raysgd.metrics import is_numeric  # noqa: E402
-from raysgd.tf.losses import BatchMetrics, MeanLoss  # noqa: E402
+from raysgd.tf.losses import BatchLosses  # noqa: E402
 from tests.conftest import examples  # noqa: E402
 
 RNG = np.random.default_rng(0)
@@ -22,8 +22,18 @@ BITS = RNG.integers(0, 2, (12, 1)).astype("float32")
 CHANCES = RNG.uniform(0.1, 0.9, (12, 1)).astype("float32")
 
 
+def mean_loss(criterion, model=None):
+    return BatchLosses(model or keras.Model(), criterion, None, {}).criterion
+
+
+def measured(losses, target, output):
+    """Return the metrics of a batch."""
+    values = losses.measure("val", 0.0, (None, target, None), output)
+    return {n[4:]: v for n, v in values.items() if n not in ("val_loss", "num_samples")}
+
+
 def test_a_loss_may_be_a_sum():
-    total = MeanLoss(keras.losses.MeanSquaredError(reduction="sum"))(BITS, CHANCES)
+    total = mean_loss(keras.losses.MeanSquaredError(reduction="sum"))(BITS, CHANCES)
     assert float(total) == pytest.approx(((BITS - CHANCES) ** 2).sum(), rel=1e-5)
 
 
@@ -41,14 +51,14 @@ def squares_of(kind):
 def test_a_loss_can_be_called_for_one_of_several_outputs(kind):
     inputs = keras.Input((1,))
     model = keras.Model(inputs, [keras.layers.Dense(1, name=name)(inputs) for name in "ab"])
-    for loss in (MeanLoss(squares_of(kind)), MeanLoss(squares_of(kind), model)):
+    for loss in (mean_loss(squares_of(kind)), mean_loss(squares_of(kind), model)):
         found = float(loss(BITS, CHANCES))
         assert found == pytest.approx(np.mean((BITS - CHANCES) ** 2), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["loss", "name", "function"])
 def test_a_loss_of_a_narrow_output_is_computed_in_float32(kind):
-    found = MeanLoss(squares_of(kind))
+    found = mean_loss(squares_of(kind))
     assert float(found(np.zeros((2, 1), "float32"), tf.constant([[300.0]] * 2, tf.float16))) == 9e4
     assert float(found(np.ones((2, 1), "float32"), tf.constant([[3.0]] * 2, tf.bfloat16))) == 4
 
@@ -72,8 +82,8 @@ def test_a_metric_does_not_depend_on_how_samples_are_batched(name, sizes):
 
 def merged(metric, parts):
     """Measure a metric batch by batch, send the values to another process, and merge them."""
-    metrics = BatchMetrics(None, [metric])
-    values = [value for part in parts for value in metrics.measure(*part, None).values()]
+    metrics = BatchLosses(keras.Model(), None, [metric], {})
+    values = [value for part in parts for value in measured(metrics, *part).values()]
     return functools.reduce(lambda a, b: a.merge(b), pickle.loads(pickle.dumps(values)))
 
 
@@ -104,7 +114,7 @@ def test_metric_names_do_not_depend_on_earlier_metrics_of_the_process():
     kinds = keras.metrics
     for _ in range(2):
         given = [kinds.AUC(), kinds.Precision(), kinds.AUC(), kinds.Recall(name="recall_at_2")]
-        names = list(BatchMetrics(None, given).measure(BITS, CHANCES, None))
+        names = list(measured(BatchLosses(keras.Model(), None, given, {}), BITS, CHANCES))
         assert names == ["auc", "precision", "auc_1", "recall_at_2"]
 
 
@@ -124,13 +134,13 @@ def test_a_metric_of_users_must_have_a_state_that_adds_up(adds_up):
         def result(self):
             return tf.convert_to_tensor(self.value)
 
-    metrics = BatchMetrics(None, [Own()])
+    metrics = BatchLosses(keras.Model(), None, [Own()], {})
     if not adds_up:
-        metrics.measure(BITS, 0 * CHANCES, None)  # a state of zero hides the problem
+        measured(metrics, BITS, 0 * CHANCES)  # a state of zero hides the problem
         with pytest.raises(TypeError, match=r"'own', a Own, is not a sum .*MergeableMetric"):
-            metrics.measure(BITS, CHANCES, None)
+            measured(metrics, BITS, CHANCES)
         return
-    first, second = (metrics.measure(BITS[i], CHANCES[i], None)["own"] for i in ([0, 1], [2]))
+    first, second = (measured(metrics, BITS[i], CHANCES[i])["own"] for i in ([0, 1], [2]))
     assert first.merge(second).compute() == pytest.approx(float(CHANCES[:3].sum()), rel=1e-5)
 
 
