@@ -30,7 +30,7 @@ from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
 from raysgd.loop.state import load_from_leader, load_state, read_state
 from raysgd.loop.state_access import StateAccess
-from raysgd.loop.train_state import RandomGenerators, TrainState
+from raysgd.loop.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ class OperatorRunner(Runner, ABC):
         self._options = options
         self._loop: Loop | None = None
         self.control = LoopControl()
-        self.generators = RandomGenerators()
         self._metric_reader = MetricReader()
         self.restoring = contextlib.ExitStack()
         """Restores what the runner changes in the process, which may be the user's."""
@@ -196,8 +195,7 @@ class OperatorRunner(Runner, ABC):
                     with self._train_state.timing.running():
                         return self._hosted_loop.train(request)
                 case requests.ValidateRequest(is_sanity_check=True):
-                    with self.generators.preserving():
-                        return self._hosted_loop.evaluation.sanity_check(request)
+                    return self._hosted_loop.evaluation.sanity_check(request)
                 case requests.ValidateRequest():
                     with self._hosted_loop.snapshots.before_validation():
                         return self._hosted_loop.evaluation.validate(request)
@@ -219,7 +217,7 @@ class OperatorRunner(Runner, ABC):
                 case requests.PrepareExportRequest():
                     for feature in self._train_state.features:
                         feature.before_export()
-                    return self.generators.state()
+                    return self._train_state.generators.state()
                 case requests.ModelsRequest():
                     return self._hosted_loop.state_access.unsharded_models(request.only_weights)
                 case requests.ApplyRequest():
@@ -238,13 +236,12 @@ class OperatorRunner(Runner, ABC):
         """Compute the gradients of a batch, so that compilation does not delay the group later."""
         if not any(feature.needs_warm_up for feature in self._train_state.features):
             return
-        with self.generators.preserving():
-            try:
-                self._hosted_loop.warm_up()
-                if self._options.elastic.shares == "measured":
-                    self._hosted_loop.warm_up()  # the first batch is slower than others
-            except Exception as error:
-                logger.warning("The warm-up of a replacement worker failed: %r", error)
+        try:
+            self._hosted_loop.warm_up()
+            if self._options.elastic.shares == "measured":
+                self._hosted_loop.warm_up()  # the first batch is slower than others
+        except Exception as error:
+            logger.warning("The warm-up of a replacement worker failed: %r", error)
 
     # ---- answers to requests
 
@@ -285,7 +282,7 @@ class OperatorRunner(Runner, ABC):
 
     def load_state_dict(self, state: dict[str, Any], incoming: IncomingValue | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state."""
-        load_state(self._hosted_loop, self.generators, state, incoming)
+        load_state(self._hosted_loop, state, incoming)
 
     def restart_state(self, num_workers: int = 1) -> dict[str, Any] | None:
         """Return the state from which new workers can continue, or None.

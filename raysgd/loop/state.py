@@ -40,7 +40,6 @@ from raysgd.checkpoint.shards import SHARDS, merge_shards
 from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
 from raysgd.loop.loop import Loop
-from raysgd.loop.train_state import RandomGenerators
 
 
 def entries_for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,9 +130,7 @@ def load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     return state
 
 
-def load_state(
-    loop: Loop, generators: RandomGenerators, state: dict[str, Any], incoming: IncomingValue | None
-) -> None:
+def load_state(loop: Loop, state: dict[str, Any], incoming: IncomingValue | None) -> None:
     """Load a state. Receive its large arrays late, in the memory of the training state."""
     train_state, state_access, operator = loop.train_state, loop.state_access, loop.operator
     if SHARDS in state:  # of all workers, in a snapshot
@@ -150,7 +147,7 @@ def load_state(
     position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
     if position.get("trains_on", "train") == "train":
         train_state.data.source_or_missing("train").check_resume_info(position.get("stream", {}))
-    context = train_state.context
+    context, generators = train_state.context, train_state.generators
     random_states = generators.loadable_states(position.get("rng", ()), context.world_size)
     with contextlib.ExitStack() as undoing:
         if "operator" in state:

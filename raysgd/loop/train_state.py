@@ -40,11 +40,50 @@ class Position:
     """Global step at which the call in progress began."""
 
 
+class RandomGenerators:
+    """The random number generators of Python and NumPy. Subclasses add framework generators."""
+
+    def state(self) -> dict[str, Any]:
+        numpy_state: Any = np.random.get_state(legacy=True)
+        return {"python": random.getstate(), "numpy": numpy_state}
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state`. Accept other sequences in place of tuples and arrays."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, position, *rest = state["numpy"]
+        if not 0 <= position <= len(keys):  # NumPy would read beyond the keys
+            raise ValueError(f"NumPy generator: position {position} must be from 0 to {len(keys)}.")
+        np.random.set_state((kind, np.asarray(keys, np.uint32), position, *rest))
+
+    def loadable_states(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
+        """Return checked states of all workers, or () if the number of workers has changed."""
+        try:
+            with self.preserving():
+                for state in states:
+                    self.set(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"The state's data['rng'] cannot be loaded: {error!r}. It must have the random "
+                "number generators of each worker."
+            ) from error
+        return states if len(states) == num_workers else ()
+
+    @contextlib.contextmanager
+    def preserving(self) -> Iterator[None]:
+        before = self.state()
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
 class TrainState(ABC):
     """The position in the data, the update in progress, and the features that take part in it."""
 
     data: DataSources
     collectives: Collectives
+    generators: RandomGenerators
     micro_batching: MicroBatching
     # What the loop reads of the registered objects.
     given_models: list[Any]
@@ -231,16 +270,13 @@ class TrainState(ABC):
 
     @contextlib.contextmanager
     def restoring_state(self, operator: Any) -> Iterator[None]:
-        """Return a context that restores the operator, the models, and this state at its end."""
-        update = self.update
+        """Restore the operator, the models, random numbers, and this state at the end."""
         with (
+            self.generators.preserving(),
             preserving(operator, [self, *self.features]),
             preserving(self),
             preserving(self.position),
             self.restoring_models(),
-            preserving(update),
-            preserving(update.loss_weights),
-            preserving(update.optimizer_steps),
         ):
             yield
 
@@ -268,41 +304,3 @@ class TrainState(ABC):
         held_state = self.placement.held_state
         is_damaged = self.update.is_damaged and held_state.condition == "good"
         return held_state._replace(condition="damaged") if is_damaged else held_state
-
-
-class RandomGenerators:
-    """The random number generators of Python and NumPy. Subclasses add framework generators."""
-
-    def state(self) -> dict[str, Any]:
-        numpy_state: Any = np.random.get_state(legacy=True)
-        return {"python": random.getstate(), "numpy": numpy_state}
-
-    def set(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state`. Accept other sequences in place of tuples and arrays."""
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
-        kind, keys, position, *rest = state["numpy"]
-        if not 0 <= position <= len(keys):  # NumPy would read beyond the keys
-            raise ValueError(f"NumPy generator: position {position} must be from 0 to {len(keys)}.")
-        np.random.set_state((kind, np.asarray(keys, np.uint32), position, *rest))
-
-    def loadable_states(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
-        """Return checked states of all workers, or () if the number of workers has changed."""
-        try:
-            with self.preserving():
-                for state in states:
-                    self.set(state)
-        except Exception as error:
-            raise CheckpointError(
-                f"The state's data['rng'] cannot be loaded: {error!r}. It must have the random "
-                "number generators of each worker."
-            ) from error
-        return states if len(states) == num_workers else ()
-
-    @contextlib.contextmanager
-    def preserving(self) -> Iterator[None]:
-        before = self.state()
-        try:
-            yield
-        finally:
-            self.set(before)

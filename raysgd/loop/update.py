@@ -104,7 +104,6 @@ class Update:
         self.has_fixed_parts = has_fixed_parts
         """Whether workers add up gradients and counts of parts, and average neither. The commit
         gives each worker the metrics of all workers, and the update counts then."""
-        self.is_warm_up = False  # the update ends before an optimizer updates
         self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.loss_weights = LossWeights(self)
         self.optimizer_steps = OptimizerSteps(self)
@@ -119,6 +118,7 @@ class Update:
     def close(self) -> None:
         """Forget the update, after its commit or roll-back."""
         self.state = UpdateState.CLOSED
+        self.is_warm_up = False  # the update ends before an optimizer updates
         self.plan = _NO_PLAN
         self.num_splits = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: BadStep | None = None  # why it counts, but nothing is applied

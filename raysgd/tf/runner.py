@@ -49,7 +49,6 @@ class TFRunner(OperatorRunner):
             from keras.src.backend.common import global_state
 
             from raysgd.tf.state_access import KerasStateAccess
-            from raysgd.tf.train_state import KerasRandomGenerators
 
         # dtype_policy() would set a missing policy, and set_floatx in `setup` would come too late.
         policy = global_state.get_global_attribute("dtype_policy")
@@ -65,7 +64,6 @@ class TFRunner(OperatorRunner):
             )
         operator_cls, config, arguments = self._worker_arguments(context)
         operator = build_operator(operator_cls, config, TFSettings(**arguments))
-        self.generators = KerasRandomGenerators(operator)
         self.start_operator(operator, KerasStateAccess(operator._train_state))
 
     # ---- answers to requests

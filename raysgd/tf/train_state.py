@@ -39,6 +39,7 @@ class KerasTrainState(TrainState):
         self.data = KerasSources(settings, self.position.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
         self.micro_batching = MicroBatching(settings, self.update)
+        self.generators = KerasRandomGenerators(self)
         self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.read_compiled: Callable[[], list[Any]] = list  # what `register` uses of compile()
@@ -133,8 +134,8 @@ class KerasTrainState(TrainState):
 class KerasRandomGenerators(RandomGenerators):
     """Adds the seeds of the registered models, of the operator's layers, and of Keras itself."""
 
-    def __init__(self, operator: Any) -> None:
-        self._operator = operator
+    def __init__(self, train_state: KerasTrainState) -> None:
+        self._train_state = train_state
 
     def state(self) -> dict[str, Any]:
         state = super().state()
@@ -151,14 +152,14 @@ class KerasRandomGenerators(RandomGenerators):
                 for variable, seed in zip(own, state[name], strict=True):
                     variable.assign(np.asarray(seed))
             elif name in state:
-                self._operator._train_state.settings.warn_once(name, text, number, name, len(own))
+                self._train_state.settings.warn_once(name, text, number, name, len(own))
         if "keras_global" in state:
             global_seed_generator().state.assign(np.asarray(state["keras_global"]))
         super().set(state)  # last, because a new generator of Keras draws its seed from Python's
 
     def _seeds(self) -> dict[str, list[Any]]:
-        models = {id(seed): seed for seed in _seeds_of(self._operator._train_state.models)}
-        own = (seed for each in vars(self._operator).values() for seed in _seeds_of(each))
+        models = {id(seed): seed for seed in _seeds_of(self._train_state.models)}
+        own = (seed for each in self._train_state.attributes.values() for seed in _seeds_of(each))
         others = {id(seed): seed for seed in own if id(seed) not in models}
         return {"keras_models": list(models.values()), "keras_others": list(others.values())}
 

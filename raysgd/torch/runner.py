@@ -17,7 +17,6 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.state_access import TorchStateAccess
-from raysgd.torch.train_state import TorchRandomGenerators
 from raysgd.torch.wrappers import is_ddp
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -28,10 +27,6 @@ class TorchRunner(OperatorRunner):
     """Runs one operator. `Runner` documents which thread calls each method."""
 
     _options: TorchOptions
-
-    def __init__(self, options: TorchOptions) -> None:
-        super().__init__(options)
-        self.generators = TorchRandomGenerators()
 
     # ---- lifecycle
 

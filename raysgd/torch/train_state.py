@@ -39,6 +39,7 @@ class TorchTrainState(TrainState):
         self.registered = RegisteredObjects(settings, self.data, self)
         self.collectives = self.registered.collectives
         self.micro_batching = self.registered.micro_batching
+        self.generators = TorchRandomGenerators()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -194,7 +194,7 @@ class Drawing(TrainingOperator):
 
 
 def test_a_new_generator_of_keras_does_not_change_that_of_python():
-    generators = KerasRandomGenerators(SimpleNamespace(_train_state=SimpleNamespace(models=[])))
+    generators = KerasRandomGenerators(SimpleNamespace(models=[], attributes={}))
     keras.random.normal((1,))
     state = generators.state()
     keras.utils.clear_session()  # Keras then has no generator, as in a new process

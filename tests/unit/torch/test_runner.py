@@ -276,7 +276,7 @@ def test_loaded_epoch_keeps_the_order_of_an_unseeded_generator():
 
 def full_state(runner):
     state = runner.state_dict()
-    state["data"]["rng"] = [runner.generators.state()]
+    state["data"]["rng"] = [runner._train_state.generators.state()]
     return state
 
 
@@ -374,7 +374,7 @@ def test_old_states_without_data_and_steps_load():
 def test_random_states_of_another_number_of_workers_are_ignored():
     runner = make_runner()
     state = runner.state_dict()
-    state["data"]["rng"] = [runner.generators.state()] * 2
+    state["data"]["rng"] = [runner._train_state.generators.state()] * 2
     torch.manual_seed(3)
     before = torch.get_rng_state()
     runner.load_state_dict(state)
