@@ -4,28 +4,27 @@ A step is one batch of the loader on each worker; `global_step` counts steps. An
 step, or several with gradient accumulation. A step has several micro-batches if its batch is split,
 or with equal bits. The life of an update, with the hooks of features::
 
-    for batch in segment:                  # update.begin(plan), then OPEN with its first batch
+    for batch in segment:                  # update.begin(plan); its first batch opens it
         feature.begin_update(update)
         feature.begin_micro_batch(update)
         operator.train_batch(batch)        # each backward() and optimizer_step(): see `Update`
         # The loop asks for the next batch, or returns:
         if update.should_commit():
-            feature.before_commit(update)  # COMMITTING
-            update.commit()                # COMMITTED: the steps count
+            feature.before_commit(update)  # may refuse it
+            update.commit()                # the steps count, and it is no longer open
             feature.commit(update)
-            update.close()                 # CLOSED
+            update.close()
 
     if train_epoch raises:
         if update.should_commit(raised=True):
             ...                            # as above
         feature.roll_back(update)          # restores what changed since the last commit
-        update.close()                     # CLOSED: the next attempt repeats its batches
+        update.close()                     # the next attempt repeats its batches
         raise
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum, auto
 from typing import Any, NamedTuple, TypedDict
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
@@ -53,15 +52,6 @@ class BadStep(TypedDict):
     reason: str
     value: Any  # the loss or the norm of gradients as text, or a loss that jumped
     samples: list[Any]  # of all workers, as `BatchSource.sample_ids`
-
-
-class UpdateState(Enum):
-    """The states of an update, and what follows each."""
-
-    CLOSED = auto()  # OPEN, by `begin_micro_batch`
-    OPEN = auto()  # OPEN, COMMITTING by `begin_commit`, or CLOSED by `close`
-    COMMITTING = auto()  # COMMITTED by `commit`, or CLOSED by `close` after a roll-back
-    COMMITTED = auto()  # CLOSED, by `close`
 
 
 _NO_PLAN, _NO_MICRO_BATCH = UpdatePlan(), MicroBatch()
@@ -117,7 +107,8 @@ class Update:
 
     def close(self) -> None:
         """Forget the update, after its commit or roll-back."""
-        self.state = UpdateState.CLOSED
+        self.is_open = False  # it has batches, and was neither committed nor undone
+        self.is_committing = False  # features may refuse it
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.plan = _NO_PLAN
         self.num_splits = 1  # after memory ran out, planned micro-batches are split too
@@ -133,16 +124,11 @@ class Update:
         self.micro_batch_index += 1
         is_later_step = micro_batch.step_index > self.micro_batch.step_index
         self.begins_step = not self.micro_batch_index or is_later_step
-        self.state = UpdateState.OPEN
+        self.is_open, self.is_committing = True, False
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.num_splits = max(self.num_splits, micro_batch.num_splits)
         self.optimizer_steps.requested = set()
         self.loss_weights.begin_micro_batch()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has batches, and was neither committed nor undone."""
-        return self.state in (UpdateState.OPEN, UpdateState.COMMITTING)
 
     @property
     def num_micro_batches(self) -> int:
@@ -171,7 +157,7 @@ class Update:
         after a feature has refused it            -              -              it is undone
         ========================================  =============  =============  =============
         """
-        is_done = self.state is UpdateState.OPEN and self.in_last_micro_batch
+        is_done = self.is_open and not self.is_committing and self.in_last_micro_batch
         return is_done and (not raised or self.optimizer_steps.are_complete)
 
     def hold_metrics(self, metrics: Iterable[MicroBatchMetrics]) -> None:
@@ -200,11 +186,11 @@ class Update:
 
     def begin_commit(self) -> None:
         """Let features refuse the update, before `commit`."""
-        self.state = UpdateState.COMMITTING
+        self.is_committing = True
 
     def commit(self) -> None:
         """Make the steps of this update count. `close` follows, after the hooks of features."""
-        self.state = UpdateState.COMMITTED
+        self.is_open = False
         for key, count in self.optimizer_steps.counts.items():
             if count > self.optimizer_steps.max_counts.get(key, count):
                 self.optimizer_steps.max_counts[key] = count
@@ -250,7 +236,7 @@ class OptimizerSteps:
         weights, self.running_optimizer = self._update.loss_weights, None
         self.are_skipped = weights.lack_items and (self.are_skipped or not self.counts)
         weights.end_step()
-        self.came_late = self._update.state is UpdateState.CLOSED
+        self.came_late = not self._update.is_open
         if not self.came_late:
             self.counts[id(optimizer)] += 1
 

@@ -11,7 +11,7 @@ import torch
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.loss_weights import Factors
-from raysgd.loop.update import BadStep, Update, UpdateState
+from raysgd.loop.update import BadStep, Update
 from raysgd.torch.options import BadSteps
 from raysgd.torch.registered import RegisteredObjects
 
@@ -53,7 +53,7 @@ class BadStepFilter(UpdateFeature):
 
     def filter_loss(self, update: Update, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
         """Add the value of the loss."""
-        if update.state is UpdateState.CLOSED:  # outside of the loop, no update is left out
+        if not update.is_open:  # outside of the loop, no update is left out
             return loss
         value = loss.detach()
         term = value.double() * factors.loss
@@ -63,7 +63,7 @@ class BadStepFilter(UpdateFeature):
         return loss
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
-        if update.state is UpdateState.CLOSED:
+        if not update.is_open:
             return
         registered, spike = self._registered, self._options.spike
         precision, exchange = registered.precision, registered.exchange
