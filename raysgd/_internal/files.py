@@ -1,16 +1,22 @@
-"""Atomic replacement of files, and a lock of the node."""
+"""Atomic replacement of files, files of JSON lines, and a lock of the node."""
 
 import contextlib
+import json
+import logging
 import os
 import re
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from filelock import FileLock
+
+from raysgd._internal.values import jsonable
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY_NAME = re.compile(r"\.saving-[0-9a-f]{8}-(.+)")
 """Matches the name of an unfinished file. The group is its final name."""
@@ -58,6 +64,34 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def complete_last_line(path: Path) -> None:
+    """Create a file, or end its last line if a killed writer has left it incomplete."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]], keep_nan: bool = False) -> None:
+    """Append JSON objects to a file, one per line."""
+    complete_last_line(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(jsonable(line, keep_nan)) + "\n" for line in lines)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, without those whose writer was killed."""
+    records = []
+    lines = path.read_bytes().splitlines() if path.is_file() else ()
+    for number, line in enumerate(filter(None, lines), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            logger.warning("Skipped line %d of %s, which is incomplete.", number, path)
+    return records
 
 
 def lock_of_node(name: str = "data") -> contextlib.AbstractContextManager[Any]:

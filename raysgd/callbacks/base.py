@@ -1,19 +1,14 @@
 """The base classes of callbacks, and helpers of loggers."""
 
-import json
-import logging
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from raysgd._internal.progress import BarStatus
-from raysgd._internal.values import jsonable, numbers_in
+from raysgd._internal.values import numbers_in
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.events import Event
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
-
-logger = logging.getLogger(__name__)
 
 COUNTS, _MAX_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
@@ -184,34 +179,6 @@ def logdir_of(trainer: Trainer) -> Path:
     folder: Path = trainer.logdir
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def complete_last_line(path: Path) -> None:
-    """Create a file, or end its last line if a killed writer has left it incomplete."""
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-
-
-def append_lines(path: Path, lines: Iterable[Mapping[str, Any]], keep_nan: bool = False) -> None:
-    """Append JSON objects to a file, one per line."""
-    complete_last_line(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(jsonable(line, keep_nan)) + "\n" for line in lines)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, without those whose writer was killed."""
-    records = []
-    lines = path.read_bytes().splitlines() if path.is_file() else ()
-    for number, line in enumerate(filter(None, lines), start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            logger.warning("Skipped line %d of %s, which is incomplete.", number, path)
-    return records
 
 
 def means_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:

@@ -16,19 +16,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from raysgd._internal.files import replacing
+from raysgd._internal.files import append_lines, complete_last_line, replacing
 from raysgd._internal.imports import import_extra
 from raysgd._internal.step_timing import PHASES
 from raysgd._internal.values import json_dict, numbers_in, redact_config, scalars
 from raysgd._internal.versions import versions
-from raysgd.callbacks.base import (
-    LastCall,
-    LoggerCallback,
-    Trainer,
-    append_lines,
-    complete_last_line,
-    logdir_of,
-)
+from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of
 from raysgd.elastic.events import Event
 from raysgd.metrics import NUM_SAMPLES
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from raysgd._internal.files import replacing
+from raysgd._internal.files import read_lines, replacing
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.base import COUNTS, Callback, Trainer, logdir_of, read_lines
+from raysgd.callbacks.base import COUNTS, Callback, Trainer, logdir_of
 
 LogLine = dict[str, Any]
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from raysgd._internal.files import append_lines
 from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.progress import ReportedPosition
 from raysgd._internal.runner import Request
-from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
+from raysgd.callbacks.base import LastCall, Trainer, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import PackedValue
 from raysgd.elastic.call import Call, LogPointCollector, WorkerPoint

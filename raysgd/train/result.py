@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.files import append_lines, read_lines
 from raysgd._internal.imports import import_extra
 from raysgd._internal.values import json_dict
-from raysgd.callbacks.base import append_lines, read_lines
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
 
