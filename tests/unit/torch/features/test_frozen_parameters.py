@@ -130,5 +130,5 @@ def test_a_digest_does_not_depend_on_the_device(monkeypatch, dtype):
     on_cpu = digest_of([frozen], frozen.device)
     monkeypatch.setattr(tensors, "_WORDS", {"cpu": tensors._WORDS["cuda"]})
     assert digest_of([frozen], frozen.device) == on_cpu
-    frozen[-1] += 1
+    frozen[-1] = 0
     assert digest_of([frozen], frozen.device) != on_cpu
