@@ -36,13 +36,13 @@ class Evaluation:
         train_state, call_record = self._train_state, self._call_record
         call_record.begin(request.call_number)
         train_state.timers.enabled = request.profile
-        if request.loader is not None:
+        if request.loader is None:
+            source = train_state.data.source_or_missing("validation")
+            train_state.position.validation_offset = self._evaluate(source, request.offset, request)
+        else:
             source = self._source_of(request.loader)
             self._evaluate(source, 0, request)
             source.end_processes()
-            return call_record.result()
-        source = train_state.data.source_or_missing("validation")
-        train_state.position.validation_offset = self._evaluate(source, request.offset, request)
         return call_record.result()
 
     def _evaluate(self, source: BatchSource, offset: int, request: ValidateRequest) -> int:
@@ -143,11 +143,7 @@ class Evaluation:
         source = train_state.data.source_or_missing("validation")
         if isinstance(source.loader, Iterator):
             return None
-        with (
-            preserving(self._call_record),
-            preserving(self),
-            train_state.restoring_state(self._operator),
-        ):
+        with preserving(self._call_record), train_state.restoring_state(self._operator):
             metrics = self.validate(request)
         source.end_processes()
         return metrics
