@@ -128,7 +128,7 @@ def test_checkpoints_and_weights_without_the_base(tmp_path):
 def test_a_digest_does_not_depend_on_the_device(monkeypatch, dtype):
     frozen = torch.arange(2**18 + 7).to(dtype)  # more than one chunk on a CPU, and one on a GPU
     on_cpu = digest_of([frozen], frozen.device)
-    monkeypatch.setattr(tensors, "_WORDS", {"cpu": tensors._WORDS["cuda"]})
+    monkeypatch.setitem(tensors._WORDS, "cpu", tensors._WORDS["cuda"])
     assert digest_of([frozen], frozen.device) == on_cpu
     frozen[-1] = 0
     assert digest_of([frozen], frozen.device) != on_cpu
