@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -309,6 +310,9 @@ def exit_cause(error: BaseException, location: WorkerLocation) -> str:
 
 
 def is_worker_failure(error: BaseException) -> bool:
+    if "ray" not in sys.modules:
+        return False  # the only worker runs in this process
+
     import ray.exceptions
 
     return isinstance(

@@ -90,6 +90,19 @@ with TorchTrainer(training_operator_cls=Operator, num_workers=1, use_local=True)
     trainer.get_model()
     trainer.save(sys.argv[1])
     trainer.load(sys.argv[1])
+
+class NoSetup(TrainingOperator):
+    def setup(self, config):
+        1 / 0
+
+for options in ({"training_operator_cls": NoSetup},
+                {"training_operator_cls": Operator, "initialization_hook": lambda: 1 / 0}):
+    try:
+        TorchTrainer(num_workers=1, use_local=True, **options)
+    except ZeroDivisionError:
+        pass
+    else:
+        raise AssertionError(options)
 """
 
 ERRORS = """
