@@ -58,10 +58,10 @@ class ActorGroup:
 
         self._monitor = HostMonitor(driver_grace_s, interrupts_calls, is_any_reachable)
 
-    def detect_cut_off(self) -> bool:
-        """Whether the driver's own host has lost its network connection."""
+    def check_cut_off(self) -> bool:
+        """Return whether the driver's own host has lost its network connection. Log it once."""
         watches = [member.watch for member in self.members]
-        return self._monitor is not None and self._monitor.detect_cut_off(watches)
+        return self._monitor is not None and self._monitor.check_cut_off(watches)
 
     def _reserve(self, num_workers: int, min_workers: int) -> Reservation:
         """Reserve resources for workers. Simulated clusters override this method."""

@@ -71,7 +71,7 @@ class PreemptionNotices:
                 }
             self._unanswered_since = None
 
-    def detect_ray_silence(self) -> bool:
+    def check_ray_silence(self) -> bool:
         """Return whether the Ray head node is unresponsive, so that requests to it would block.
 
         Log the start of the silence.

@@ -69,7 +69,7 @@ class GroupFormer:
     def rejoin(self) -> AttemptResult:
         """Form the next generation of the members, and of replacement workers that are ready."""
         began = self._group.clock.monotonic()
-        if lost := self._await_busy():
+        if lost := self._await_unreturned():
             return AttemptResult(lost=self._discard_lost(lost))
         joining, leaving = self._starter.membership_changes()
         answers, lost = self._rpc.probe_or_kill([*self._group.members, *joining])
@@ -95,13 +95,13 @@ class GroupFormer:
             logger.warning("%s", warning)
         return AttemptResult(is_ready=True)
 
-    def _await_busy(self) -> LostWorkers:
+    def _await_unreturned(self) -> LostWorkers:
         """Wait for workers that are busy with a failed call. Return the lost ones."""
         rpc, supports_live_join = self._rpc, self._policy.supports_live_join
         # A worker that holds the GIL receives its interruption late.
-        _, silent = rpc.probe_or_kill(rpc.busy if supports_live_join else ())
+        _, silent = rpc.probe_or_kill(rpc.unreturned if supports_live_join else ())
         patience_s = _STRAGGLER_S if supports_live_join else _RESTART_STRAGGLER_S
-        return silent or rpc.await_busy(patience_s)
+        return silent or rpc.await_unreturned(patience_s)
 
     def _handle_failed_rejoin(
         self, attempt: Attempt, joining: Sequence[WorkerHandle]
@@ -207,7 +207,7 @@ class GroupFormer:
                 if now >= enough_at + self._starter.grace_s():
                     return
             is_short = num_members + self._starter.num_started() < min_workers
-            if is_short and now >= deadline and not self._group.notices.detect_ray_silence():
+            if is_short and now >= deadline and not self._group.notices.check_ray_silence():
                 room, error = self._group.describe_demand(), self._starter.error
                 failure = f"{missing}, and replacements fail: {error}"
                 if num_waits == self._config.max_attempts:
@@ -332,7 +332,7 @@ class GroupFormer:
                 log_at += _LOG_WAIT_EVERY_S
                 waiting = list_ranks(self._record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
-            is_late = now() > deadline and not self._group.detect_cut_off()
+            is_late = now() > deadline and not self._group.check_cut_off()
         waiting = list_ranks(self._record.ranks, attempt.pending)
         if is_late or attempt.has_failed:
             if self._backend is not None:

@@ -132,7 +132,7 @@ class AttemptResult(NamedTuple):
 
 @dataclass(eq=False)
 class GroupRpc:
-    """Calls methods of all members, and tracks which members are busy."""
+    """Calls methods of all members, and tracks which have not returned."""
 
     group: ActorGroup
     record: GroupRecord
@@ -142,8 +142,8 @@ class GroupRpc:
     _pausing_generation: int | None = None
 
     @property
-    def busy(self) -> dict[WorkerHandle, Future[Outcome]]:
-        """Workers that have not returned since the driver stopped waiting for their call."""
+    def unreturned(self) -> dict[WorkerHandle, Future[Outcome]]:
+        """Workers whose call has failed, or still runs, since the driver stopped waiting for it."""
         return {
             member: future
             for member, future in self._unfinished.items()
@@ -180,12 +180,12 @@ class GroupRpc:
         self.interrupt(attempt)
         attempt.collect_until(_RETURN_S)  # survivors return
         attempt.collect_until(_NODE_LOSS_S, ends_at_cause=True)  # Ray reports a lost node late
-        self._unfinished = self.busy
+        self._unfinished = self.unreturned
 
     def interrupt_and_send(self, request: Request) -> None:
         """Interrupt the members, and send a request to those that are idle."""
-        busy = self.busy  # they were interrupted before
-        idle = [member for member in self.group.members if member not in busy]
+        unreturned = self.unreturned  # they were interrupted before
+        idle = [member for member in self.group.members if member not in unreturned]
         self._call_control(idle, Worker.interrupt, self.record.generation)
         packed = pack_as(request.name, request)
         answers = {member: member.submit_work(Worker.handle, packed) for member in idle}
@@ -220,12 +220,12 @@ class GroupRpc:
             logger.warning("%s failed on worker %s: %r", request.name, where, error)
         return outcomes
 
-    def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
+    def await_unreturned(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.
 
         Workers that are still busy after `patience_s` are lost.
         """
-        attempt = Attempt(self.busy, self.group.clock)
+        attempt = Attempt(self.unreturned, self.group.clock)
         try:
             log_after_s = min(_LOG_BUSY_AFTER_S, patience_s)
             attempt.collect_until(log_after_s)
@@ -259,7 +259,7 @@ class GroupRpc:
         while True:
             self.group.clock.wait(answers.values(), POLL_S)
             now = self.group.clock.monotonic()
-            if self.group.detect_cut_off():
+            if self.group.check_cut_off():
                 began = checked_at = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
             unavailable = [m for m, error in _errors_of(answers).items() if m.may_be_alive(error)]

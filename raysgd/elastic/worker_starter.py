@@ -190,7 +190,7 @@ class WorkerStarter:
         With `starting`, pending workers form the group in the reserved slots. While the Ray head
         node does not respond, do nothing, because requests would block the driver.
         """
-        if self.group.notices.detect_ray_silence():
+        if self.group.notices.check_ray_silence():
             return
         self._advance_each(self._pending)
         if self._num_missing() <= 0:
@@ -294,7 +294,7 @@ class WorkerStarter:
 
     def ready_workers(self) -> list[WorkerHandle]:
         """Return the pending workers that can join now."""
-        if not self.policy.survivors_stay and self.group.notices.detect_ray_silence():
+        if not self.policy.survivors_stay and self.group.notices.check_ray_silence():
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         may_resize = is_short or self._has_cooled_down()

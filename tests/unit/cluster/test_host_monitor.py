@@ -154,15 +154,15 @@ def test_workers_on_the_drivers_host_are_not_watched(watched):
 
 def test_driver_logs_once_that_no_host_answers(watched, caplog):
     a, b = (SimpleNamespace(host=host, is_silent=True) for host in ("10.0.0.5", HOST))
-    detect_cut_off = watched.monitor.detect_cut_off
-    assert not detect_cut_off([])
-    assert not detect_cut_off([a, None])  # None: a worker on the driver's host
+    check_cut_off = watched.monitor.check_cut_off
+    assert not check_cut_off([])
+    assert not check_cut_off([a, None])  # None: a worker on the driver's host
     assert not caplog.records
-    assert detect_cut_off([a, b])
-    assert detect_cut_off([a, b])
+    assert check_cut_off([a, b])
+    assert check_cut_off([a, b])
     b.is_silent = False
-    assert not detect_cut_off([a, b])
-    assert not detect_cut_off([a, b])
+    assert not check_cut_off([a, b])
+    assert not check_cut_off([a, b])
     (record,) = caplog.records
     assert "No worker's host (10.0.0.5, 10.0.0.7) answers the driver" in record.getMessage()
 
