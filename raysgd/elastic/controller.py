@@ -32,7 +32,7 @@ from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
-from raysgd.elastic.speed import SpeedMonitor
+from raysgd.elastic.speed_monitor import SpeedMonitor
 from raysgd.elastic.supervisor import Supervisor
 from raysgd.elastic.worker_starter import WorkerStarter
 from raysgd.errors import WorkerLostError

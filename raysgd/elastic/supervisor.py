@@ -27,7 +27,7 @@ from raysgd.elastic.group_rpc import (
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
-from raysgd.elastic.speed import SpeedMonitor
+from raysgd.elastic.speed_monitor import SpeedMonitor
 from raysgd.elastic.worker_starter import WorkerStarter
 from raysgd.errors import CollectiveError
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.elastic import speed
+from raysgd.elastic import speed_monitor
 
 SLEEP_S, BATCH_SIZE = 0.5, 4  # the sleep must exceed other work on a busy machine
 
@@ -48,9 +48,9 @@ class OneSlowLoader(TrainingOperator):
 @pytest.fixture
 def quick(monkeypatch):
     """Look at shorter times."""
-    monkeypatch.setattr(speed, "_WINDOW_S", 0.1)
-    monkeypatch.setattr(speed, "_MIN_S", 0.5)
-    monkeypatch.setattr(speed, "_MIN_STEPS", 4)
+    monkeypatch.setattr(speed_monitor, "_WINDOW_S", 0.1)
+    monkeypatch.setattr(speed_monitor, "_MIN_S", 0.5)
+    monkeypatch.setattr(speed_monitor, "_MIN_STEPS", 4)
 
 
 @pytest.mark.slow("two workers start, and one of them sleeps for three seconds")

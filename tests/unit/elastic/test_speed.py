@@ -9,7 +9,8 @@ import pytest
 
 from raysgd._internal.progress import Measurements, Progress, ReportedPosition
 from raysgd._internal.step_timing import PHASES, PhaseTotals
-from raysgd.elastic.speed import SpeedMonitor, SpeedReport, WorkerSpeed, find_bottleneck
+from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_bottleneck
+from raysgd.elastic.speed_monitor import SpeedMonitor
 
 HEALTHY = {"data": 1.0, "forward": 3.4, "backward": 10.2, "wait": 9.1, "optimizer": 0.9}
 

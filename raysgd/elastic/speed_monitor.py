@@ -1,0 +1,137 @@
+"""Collects the times of the workers, and finds the bottleneck of each second."""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raysgd._internal.progress import Progress
+from raysgd._internal.step_timing import PHASES, SAVE, PhaseTotals
+from raysgd.cluster.actor_group import ActorGroup
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_bottleneck
+
+_WINDOW_S = 1.0
+_MIN_S, _MIN_STEPS = 3.0, 10
+"""Training that is too short for a sentence."""
+
+_ByWorker = Mapping[WorkerHandle, PhaseTotals]
+
+
+@dataclass(eq=False)
+class SpeedMonitor:
+    """Collects the times of the workers. The measurement begins again when the group changes.
+
+    A bottleneck counts if it is found in most windows of a second.
+    """
+
+    group: ActorGroup
+    _totals: _ByWorker = field(default_factory=dict)  # as the workers have reported them
+    _newest: _ByWorker = field(default_factory=dict)  # with saves, as the following ones
+    _group_start: _ByWorker = field(default_factory=dict)  # by rank
+    _window_start: _ByWorker = field(default_factory=dict)  # by rank
+    _num_windows: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
+    """Numbers of windows by their phase and rank, or None for a window that is not slow."""
+    _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
+    _starts: dict[str, tuple[PhaseTotals, _ByWorker]] = field(default_factory=dict)  # by kind
+    _step: int = 0  # the newest that workers have reported
+    _saved_s: float = 0.0
+    _is_saving: bool = False
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Count the time in the context as the wait of all workers for a checkpoint."""
+        began, is_outer, self._is_saving = time.perf_counter(), not self._is_saving, True
+        try:
+            yield
+        finally:
+            if is_outer:
+                self._is_saving = False
+                self._saved_s += time.perf_counter() - began
+
+    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        members = list(self.group.members)
+        measured = {member: each.measured for member, each in progress.items()}
+        timings = {m: t for m in members if m in measured and (t := measured[m].timing) is not None}
+        if not members or len(timings) < len(members):
+            return
+        self._step = max(each.position.global_step for each in progress.values())
+        for member, each in measured.items():
+            self._links |= {(member.location.node_ip, ip): rate for ip, rate in each.links.items()}
+        if members != list(self._group_start):
+            self._links.clear()
+            new = self._with_saves(PhaseTotals())
+            self._group_start = self._window_start = {m: self._newest.get(m, new) for m in members}
+            self._num_windows.clear()
+        self._totals = timings
+        self._newest = {member: self._with_saves(each) for member, each in timings.items()}
+        workers = _speeds(self._window_start, self._newest)
+        if _seconds(workers) >= _WINDOW_S and all(worker.num_steps for worker in workers):
+            found = find_bottleneck(workers, 0, self._links)
+            self._num_windows[None if found is None else found[:2]] += 1
+            self._window_start = self._newest
+
+    def _with_saves(self, totals: PhaseTotals) -> PhaseTotals:
+        seconds = list(totals.seconds)
+        seconds[SAVE] += self._saved_s
+        return totals._replace(seconds=tuple(seconds))
+
+    # ---- results
+
+    def report(self) -> SpeedReport:
+        workers = _speeds(self._group_start, self._newest)
+        if not any(worker.num_steps for worker in workers):
+            return SpeedReport()
+        since = max(0, self._step - max(worker.num_steps for worker in workers))
+        sentence = self._sentence(workers, since) if _seconds(workers) >= _MIN_S else ""
+        return SpeedReport(workers=workers, since_step=since, sentence=sentence)
+
+    def _sentence(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
+        found = find_bottleneck(workers, since_step, self._links)
+        if found is None or any(each.num_steps < _MIN_STEPS for each in workers):
+            return ""
+        if found.phase != "save" and self._num_windows[found[:2]] < 0.6 * self._num_windows.total():
+            return ""  # noise, or a few slow steps
+        return found.text
+
+    def end_interval(
+        self, kind: str, timing: Mapping[WorkerHandle, PhaseTotals] | None = None
+    ) -> dict[str, list[float]]:
+        """Return the mean seconds per step by phase and rank since the last interval of a kind.
+
+        It ends at `timing`, or at the newest times.
+        """
+        totals = self._totals if timing is None else timing
+        newest = {member: self._with_saves(each) for member, each in totals.items()}
+        new, before = self._starts.get(kind, (PhaseTotals(), {}))
+        self._starts[kind] = self._with_saves(PhaseTotals()), newest  # the first of later workers
+        workers = _speeds({member: before.get(member, new) for member in newest}, newest)
+        if not (workers and all(worker.num_steps for worker in workers)):
+            return {}
+        seconds = {f"{name}_s": [worker.seconds[name] for worker in workers] for name in PHASES}
+        return {**seconds, "samples_per_s": [worker.samples_per_s for worker in workers]}
+
+
+def _speeds(began: _ByWorker, ended: _ByWorker) -> list[WorkerSpeed]:
+    """Return the speeds of workers between two times, by rank."""
+    speeds = []
+    for rank, (member, old) in enumerate(began.items()):
+        new = ended[member]
+        old = PhaseTotals() if new.num_steps < old.num_steps else old  # it may have set up again
+        num_steps, num_samples = new.num_steps - old.num_steps, new.num_samples - old.num_samples
+        spent = [now - before for now, before in zip(new.seconds, old.seconds, strict=True)]
+        speed = WorkerSpeed(
+            rank=rank,
+            host=member.location.node_ip,
+            num_steps=num_steps,
+            samples_per_s=num_samples / (sum(spent) or 1.0),
+            seconds={n: s / max(1, num_steps) for n, s in zip(PHASES, spent, strict=True)},
+            loader_workers=new.loader_workers,
+        )
+        speeds.append(speed)
+    return speeds
+
+
+def _seconds(workers: Sequence[WorkerSpeed]) -> float:
+    return max((each.step_s * max(1, each.num_steps) for each in workers), default=0.0)
