@@ -16,21 +16,6 @@ from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.registered import RegisteredObjects
 
-ORDERS = (
-    # first            later            the hook that needs the order, and why
-    ("placement", "Rollback", "roll_back: a step that changed no parameters is no damage"),
-    ("placement", "BufferCopies", "receive: shards come last, as they are valid from then on"),
-    ("exchange", "Optimization", "begin_micro_batch: it may discard gradients that others keep"),
-    ("Optimization", "StepChecks", "begin_micro_batch: kept gradients are no error"),
-    ("exchange", "BufferCopies", "commit: it may restore buffers"),
-    ("StepChecks", "WeightAveraging", "commit: an update may keep gradients for the next one"),
-    ("BadStepFilter", "GradientNorms", "before_optimizer_step: it judges unclipped gradients"),
-    ("BadStepFilter", "Rollback", "before_optimizer_step: it says what to restore"),
-    ("exchange", "ReplicaGuard", "sync_initial_state, sync_buffers: all have equal buffers first"),
-    ("BufferCopies", "ReplicaGuard", "receive: all have equal buffers first"),
-)
-"""The pairs of features whose order matters."""
-
 
 class OperatorFeatures:
     """The features that an operator or a callback calls itself."""
@@ -48,8 +33,8 @@ def features_of(
 ) -> Iterator[UpdateFeature]:
     """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
-    To add a feature, add a line anywhere, and to `ORDERS` what must precede or follow it. `own` are
-    those of the operator.
+    Shards roll back before `Rollback`, and the exchange commits before the buffers. The test
+    ``test_phases.py`` has all pairs whose order matters, and why. `own` are those of the operator.
     """
     options = registered.options
     yield from registered.placement.features  # shards

@@ -146,7 +146,7 @@ class TorchStateAccess(StateAccess):
         if group.any_rank(lacks):
             self._frozen.sync_initial_state(leader_rank)
             state = group.broadcast(self.read_for_workers, leader_rank, wanted=lacks)
-        # Receive shards last: they are valid from then on. Apply in the order of hooks (`ORDERS`).
+        # Receive shards last: they are valid from then on. Apply in the order of hooks.
         features = reversed(self._registered.features)
         received = [feature.receive(leader_rank) for feature in features][::-1]
         # Apply the state only if all of it has arrived: the leader may be lost meanwhile.

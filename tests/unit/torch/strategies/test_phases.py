@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import BadSteps, TrainingOperator
 from raysgd._internal.runner import WorkerContext
 from raysgd.loop.requests import TrainRequest
-from raysgd.torch.feature_list import ORDERS
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
@@ -30,6 +29,21 @@ MODES = {
     "optimizer": ({}, {"sharding": "optimizer"}),
     "full": ({}, {"sharding": "full"}),
 }
+
+ORDERS = (
+    # first            later            the hook that needs the order, and why
+    ("placement", "Rollback", "roll_back: a step that changed no parameters is no damage"),
+    ("placement", "BufferCopies", "receive: shards come last, as they are valid from then on"),
+    ("exchange", "Optimization", "begin_micro_batch: it may discard gradients that others keep"),
+    ("Optimization", "StepChecks", "begin_micro_batch: kept gradients are no error"),
+    ("exchange", "BufferCopies", "commit: it may restore buffers"),
+    ("StepChecks", "WeightAveraging", "commit: an update may keep gradients for the next one"),
+    ("BadStepFilter", "GradientNorms", "before_optimizer_step: it judges unclipped gradients"),
+    ("BadStepFilter", "Rollback", "before_optimizer_step: it says what to restore"),
+    ("exchange", "ReplicaGuard", "sync_initial_state, sync_buffers: all have equal buffers first"),
+    ("BufferCopies", "ReplicaGuard", "receive: all have equal buffers first"),
+)
+"""The pairs of features whose order matters."""
 
 
 def before_of_user(*_):
