@@ -174,7 +174,6 @@ class HostMonitor:
 # ---- on the worker
 
 
-@dataclass(eq=False)
 class DriverWatch:
     """The worker's end of the connection to the driver, which a thread watches.
 
@@ -182,9 +181,11 @@ class DriverWatch:
     After `driver_grace_s`, it ends the process.
     """
 
-    _address: Address
-    _driver_grace_s: float
-    _interrupt: Callable[[], None]
+    def __init__(
+        self, address: Address, driver_grace_s: float, interrupt: Callable[[], None]
+    ) -> None:
+        self._address, self._driver_grace_s = address, driver_grace_s
+        self._interrupt = interrupt
 
     def start(self) -> str:
         """Connect and start the thread. Return the reason of a failure, or an empty string."""

@@ -70,6 +70,7 @@ class Controller:
         self._group, self.members = group, group.members
         self.min_workers = group.options.min_workers
         elastic = elastic or ElasticConfig()
+        self._max_attempts = elastic.max_attempts
         group.watch_hosts(elastic.driver_grace_s, interrupts_calls=supports_live_join)
         self.policy = policy = Policy(
             process_can_rejoin=backend is None or backend.process_can_rejoin,
@@ -89,11 +90,15 @@ class Controller:
         self._rpc = rpc = GroupRpc(group, record, self._check_open, timeout_s)
         self._preemption = preemption = PreemptionMonitor(group, record, supports_live_join)
         self._starter = starter = WorkerStarter(
-            record, elastic, policy, preemption, arguments, timeout_s
+            group, record, elastic, policy, preemption, arguments, timeout_s
         )
         shares = ShareBalancer(group, record, elastic)
-        self._former = GroupFormer(rpc, starter, snapshots, shares, backend, on_start)
-        self._supervisor = Supervisor(rpc, starter, snapshots, shares, speed)
+        self._former = GroupFormer(
+            group, record, policy, elastic, rpc, starter, snapshots, shares, backend, on_start
+        )
+        self._supervisor = Supervisor(
+            group, record, rpc, starter, preemption, snapshots, shares, speed
+        )
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
 
@@ -239,7 +244,7 @@ class Controller:
                 why = f"workers were lost in one call more often than max_retries={most}"
         else:
             execution.num_early_failures += 1
-            if (number := execution.num_early_failures) > self._starter.config.max_attempts:
+            if (number := execution.num_early_failures) > self._max_attempts:
                 why = f"workers were lost {number} times before the call began"
         if why:
             self._starter.advance_if_allowed()
@@ -266,8 +271,7 @@ class Controller:
         try:
             self._supervisor.set_call(call)
             with self._aborting_on_error():
-                has_attempts = len(self._starter.failures) < self._starter.config.max_attempts
-                if len(self.members) < self._num_required or not has_attempts:
+                if len(self.members) < self._num_required or not self._starter.has_attempts_left:
                     self._starter.reset_failures()  # once per call, to limit the attempts
                 result = self._run_attempts()
                 if result.error is not None:

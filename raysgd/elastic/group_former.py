@@ -4,9 +4,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from raysgd._internal.progress import Progress
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
@@ -14,8 +15,9 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import policies
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
+from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.group_record import list_ranks
+from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.group_rpc import (
     ANSWER_S,
     FAST_POLL_S,
@@ -47,21 +49,28 @@ _LOG_WAIT_EVERY_S = 30.0
 _START_INTERVAL_S = 0.01
 
 
-@dataclass(eq=False)
 class GroupFormer:
-    """Moves workers into new generations."""
+    """Moves workers into new generations.
 
-    _rpc: GroupRpc
-    _starter: WorkerStarter
-    _snapshots: SnapshotKeeper
-    _share_balancer: ShareBalancer
-    _backend: CollectiveBackend | None
-    _on_start: Callable[[], None]
-    """Called after all workers have started, before they load a snapshot."""
+    `on_start` is called after all workers have started, before they load a snapshot.
+    """
 
-    def __post_init__(self) -> None:
-        self._group, self._record = self._rpc.group, self._rpc.record
-        self._policy, self._config = self._starter.policy, self._starter.config
+    def __init__(
+        self,
+        group: ActorGroup,
+        record: GroupRecord,
+        policy: policies.Policy,
+        config: ElasticConfig,
+        rpc: GroupRpc,
+        starter: WorkerStarter,
+        snapshots: SnapshotKeeper,
+        share_balancer: ShareBalancer,
+        backend: CollectiveBackend | None,
+        on_start: Callable[[], None],
+    ) -> None:
+        self._group, self._record, self._policy, self._config = group, record, policy, config
+        self._rpc, self._starter, self._snapshots = rpc, starter, snapshots
+        self._share_balancer, self._backend, self._on_start = share_balancer, backend, on_start
         self._num_failed_rejoins = 0  # in a row, while all workers were alive
 
     # ---- rejoins

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.paths import without_secrets
@@ -47,27 +46,27 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
     return ", ".join("(new)" if rank == math.inf else str(rank) for rank in in_order)
 
 
-@dataclass(eq=False)
 class GroupRecord:
     """What trainers and components read of a group. `Controller` decides what follows."""
 
-    group: ActorGroup
-    _survivors_stay: bool
-    ranks: dict[WorkerHandle, int] = field(default_factory=dict)
-    """Ranks of the members of the newest generation, including lost ones."""
-    generation: int = 0
-    """Number of the newest generation. Only `GroupFormer` sets it and the ranks."""
-    progress: Progress = field(default_factory=Progress)
-    """The newest known progress. Only `set_progress` sets it."""
-    events: list[Event] = field(default_factory=list)
-    """The events, oldest first. Only `add_event` adds some."""
-    call: Call = field(default_factory=Call)
-    """The running call. Only `Supervisor.set_call` sets it."""
-    interruption: str = ""
-    """Why the newest call ended, if Ctrl-C stopped its workers and no event followed. `Controller`
-    sets it, and `add_event` resets it."""
-    on_event: Callable[[], Callable[[], None] | None] = lambda: None
-    """Returns what to call after each event, such as the ``weakref.WeakMethod`` of a trainer."""
+    def __init__(self, group: ActorGroup, survivors_stay: bool) -> None:
+        self._group, self._survivors_stay = group, survivors_stay
+        self.ranks: dict[WorkerHandle, int] = {}
+        """Ranks of the members of the newest generation, including lost ones."""
+        self.generation = 0
+        """Number of the newest generation. Only `GroupFormer` sets it and the ranks."""
+        self.progress = Progress()
+        """The newest known progress. Only `set_progress` sets it."""
+        self.events: list[Event] = []
+        """The events, oldest first. Only `add_event` adds some."""
+        self.call = Call()
+        """The running call. Only `Supervisor.set_call` sets it."""
+        self.interruption = ""
+        """Why the newest call ended, if Ctrl-C stopped its workers and no event followed.
+        `Controller` sets it, and `add_event` resets it."""
+        self.on_event: Callable[[], Callable[[], None] | None] = lambda: None
+        """Returns what to call after each event, such as the ``weakref.WeakMethod`` of a
+        trainer."""
 
     @property
     def position(self) -> ReportedPosition:
@@ -95,7 +94,7 @@ class GroupRecord:
         if kind in ("resumed", "restarted"):
             cause = cause or self.interruption
         self.interruption = ""
-        num_workers, max_workers = len(self.group.members), self.group.options.num_workers
+        num_workers, max_workers = len(self._group.members), self._group.options.num_workers
         names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._survivors_stay else 0

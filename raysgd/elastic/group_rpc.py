@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raysgd._internal.progress import Progress
@@ -130,16 +129,20 @@ class AttemptResult(NamedTuple):
     """Outcomes of a complete call, by rank. None if it paused, or repeated earlier steps."""
 
 
-@dataclass(eq=False)
 class GroupRpc:
     """Calls methods of all members, and tracks which have not returned."""
 
-    group: ActorGroup
-    record: GroupRecord
-    check_open: Callable[[], None]
-    timeout_s: float
-    _unfinished: dict[WorkerHandle, Future[Outcome]] = field(default_factory=dict)
-    _pausing_generation: int | None = None
+    def __init__(
+        self,
+        group: ActorGroup,
+        record: GroupRecord,
+        check_open: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        self._group, self._record = group, record
+        self.check_open, self.timeout_s = check_open, timeout_s
+        self._unfinished: dict[WorkerHandle, Future[Outcome]] = {}
+        self._pausing_generation: int | None = None
 
     @property
     def unreturned(self) -> dict[WorkerHandle, Future[Outcome]]:
@@ -147,32 +150,32 @@ class GroupRpc:
         return {
             member: future
             for member, future in self._unfinished.items()
-            if self.group.slot_of(member) and not (future.done() and not future.exception())
+            if self._group.slot_of(member) and not (future.done() and not future.exception())
         }
 
     @property
     def is_pausing(self) -> bool:
         """Whether the workers of this generation know the step at which they pause."""
-        return self._pausing_generation == self.record.generation
+        return self._pausing_generation == self._record.generation
 
     def ask_progress(self, acknowledged_step: int = -1) -> dict[WorkerHandle, Progress]:
         """Return the progress of the members that answer while they are busy.
 
         The members release their points up to `acknowledged_step`.
         """
-        return self._call_control(self.group.members, Worker.progress, acknowledged_step)
+        return self._call_control(self._group.members, Worker.progress, acknowledged_step)
 
     def pause_at(self, step: int | None) -> dict[WorkerHandle, int]:
         """Send all members the step at which to pause. Return the current steps of members."""
-        generation = self.record.generation
+        generation = self._record.generation
         self._pausing_generation = None if step is None else generation
-        return self._call_control(self.group.members, Worker.pause_at, generation, step)
+        return self._call_control(self._group.members, Worker.pause_at, generation, step)
 
     def interrupt(self, attempt: Attempt) -> None:
         """Make an attempt fail on all members, because each may wait for any other."""
         self._unfinished |= attempt.pending
-        members = dict.fromkeys([*self.group.members, *attempt.members])
-        self._call_control(members, Worker.interrupt, self.record.generation)
+        members = dict.fromkeys([*self._group.members, *attempt.members])
+        self._call_control(members, Worker.interrupt, self._record.generation)
 
     def interrupt_failed(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
@@ -185,11 +188,11 @@ class GroupRpc:
     def interrupt_and_send(self, request: Request) -> None:
         """Interrupt the members, and send a request to those that are idle."""
         unreturned = self.unreturned  # they were interrupted before
-        idle = [member for member in self.group.members if member not in unreturned]
-        self._call_control(idle, Worker.interrupt, self.record.generation)
+        idle = [member for member in self._group.members if member not in unreturned]
+        self._call_control(idle, Worker.interrupt, self._record.generation)
         packed = pack_as(request.name, request)
         answers = {member: member.submit_work(Worker.handle, packed) for member in idle}
-        self.group.clock.wait(answers.values(), ANSWER_S)
+        self._group.clock.wait(answers.values(), ANSWER_S)
         self._unfinished |= answers  # the next call detects lost workers among them
 
     def _call_control(
@@ -197,7 +200,7 @@ class GroupRpc:
     ) -> dict[WorkerHandle, Any]:
         """Call a control method of workers. Return the answers of those that answer soon."""
         answers = {member: member.submit_control(method, *arguments) for member in members}
-        self.group.clock.wait(answers.values(), ANSWER_S)
+        self._group.clock.wait(answers.values(), ANSWER_S)
         return results_of(answers)
 
     def send_to_idle(
@@ -213,10 +216,10 @@ class GroupRpc:
         """
         packed, method = pack(request), Worker.handle
         answers = {m: m.submit_work(method, packed, inbox and inbox.expect()) for m in members}
-        self.group.clock.wait(answers.values(), timeout_s)
+        self._group.clock.wait(answers.values(), timeout_s)
         outcomes: dict[WorkerHandle, Outcome] = results_of(answers)
         for member in [each for each, outcome in outcomes.items() if outcome.kind != "ok"]:
-            where, error = list_ranks(self.record.ranks, [member]), outcomes.pop(member).unpack()
+            where, error = list_ranks(self._record.ranks, [member]), outcomes.pop(member).unpack()
             logger.warning("%s failed on worker %s: %r", request.name, where, error)
         return outcomes
 
@@ -225,7 +228,7 @@ class GroupRpc:
 
         Workers that are still busy after `patience_s` are lost.
         """
-        attempt = Attempt(self.unreturned, self.group.clock)
+        attempt = Attempt(self.unreturned, self._group.clock)
         try:
             log_after_s = min(_LOG_BUSY_AFTER_S, patience_s)
             attempt.collect_until(log_after_s)
@@ -233,7 +236,7 @@ class GroupRpc:
                 logger.warning(
                     "Waiting up to %.0f s for workers %s, which are still busy with a failed call.",
                     patience_s - log_after_s,
-                    list_ranks(self.record.ranks, attempt.pending),
+                    list_ranks(self._record.ranks, attempt.pending),
                 )
                 attempt.collect_until(patience_s - log_after_s)
         finally:
@@ -255,11 +258,11 @@ class GroupRpc:
         """
         answers = {member: member.submit_control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
-        began = checked_at = self.group.clock.monotonic()
+        began = checked_at = self._group.clock.monotonic()
         while True:
-            self.group.clock.wait(answers.values(), POLL_S)
-            now = self.group.clock.monotonic()
-            if self.group.check_cut_off():
+            self._group.clock.wait(answers.values(), POLL_S)
+            now = self._group.clock.monotonic()
+            if self._group.check_cut_off():
                 began = checked_at = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
             unavailable = [m for m, error in _errors_of(answers).items() if m.may_be_alive(error)]
@@ -273,7 +276,7 @@ class GroupRpc:
                 lost |= self._find_unresponsive(silent, now - began)
                 answers = {m: answer for m, answer in answers.items() if m not in lost}
             if unavailable:
-                self.group.clock.sleep(_ASK_AGAIN_S)
+                self._group.clock.sleep(_ASK_AGAIN_S)
             answers |= {member: member.submit_control(Worker.progress) for member in unavailable}
             self.check_open()
         for member in lost:  # the process may still exist
@@ -287,7 +290,7 @@ class GroupRpc:
         why = f"no answer within {waited_s:.0f} s"
         if waited_s < max(self.timeout_s, _STOPPED_S):
             states = {member: member.ask_if_stopped() for member in silent}
-            self.group.clock.wait(states.values(), _STOPPED_S)
+            self._group.clock.wait(states.values(), _STOPPED_S)
             stopped = [member for member, is_stopped in results_of(states).items() if is_stopped]
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))

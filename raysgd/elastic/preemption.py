@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
@@ -13,23 +12,25 @@ _LEAVE_S = 3.0
 """Seconds that workers may take to leave the group, in addition to a few steps."""
 
 
-@dataclass(eq=False)
 class PreemptionMonitor:
     """Watches notices of preemption, and decides which of the preempted workers leave now.
 
-    With `_can_join`, replacement workers can take over from those that leave.
+    With `can_join`, replacement workers can take over from those that leave.
     """
 
-    _group: ActorGroup
-    _record: GroupRecord
-    _can_join: bool
-    _step_s: float = 0.0
-    _announced: set[tuple[WorkerHandle, str]] = field(default_factory=set)  # with causes
-    must_save: bool = False
-    """Whether to save soon: workers leave before any worker can replace them.
+    def __init__(self, group: ActorGroup, record: GroupRecord, can_join: bool) -> None:
+        self._group, self._record, self._can_join = group, record, can_join
+        self._step_s = 0.0
+        self._announced: set[tuple[WorkerHandle, str]] = set()  # with causes
+        self.must_save = False
+        """Whether to save soon: workers leave before any worker can replace them.
 
-    `Supervisor` pauses the call, stores the state, and then sets a goal at which callbacks save.
-    """
+        `Supervisor` pauses the call, stores the state, and then sets a goal at which callbacks
+        save.
+        """
+
+    def note_saved(self) -> None:
+        self.must_save = False
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         members = list(self._group.members)

@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from raysgd._internal.progress import Progress
 from raysgd._internal.step_timing import PHASES, SAVE, PhaseTotals
@@ -19,25 +18,25 @@ _MIN_S, _MIN_STEPS = 3.0, 10
 _ByWorker = Mapping[WorkerHandle, PhaseTotals]
 
 
-@dataclass(eq=False)
 class SpeedMonitor:
     """Collects the times of the workers. The measurement begins again when the group changes.
 
     A bottleneck counts if it is found in most windows of a second.
     """
 
-    group: ActorGroup
-    _totals: _ByWorker = field(default_factory=dict)  # as the workers have reported them
-    _newest: _ByWorker = field(default_factory=dict)  # with saves, as the following ones
-    _group_start: _ByWorker = field(default_factory=dict)  # by rank
-    _window_start: _ByWorker = field(default_factory=dict)  # by rank
-    _num_windows: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
-    """Numbers of windows by their phase and rank, or None for a window that is not slow."""
-    _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
-    _starts: dict[str, tuple[PhaseTotals, _ByWorker]] = field(default_factory=dict)  # by kind
-    _step: int = 0  # the newest that workers have reported
-    _saved_s: float = 0.0
-    _is_saving: bool = False
+    def __init__(self, group: ActorGroup) -> None:
+        self._group = group
+        self._totals: _ByWorker = {}  # as the workers have reported them
+        self._newest: _ByWorker = {}  # with saves, as the following ones
+        self._group_start: _ByWorker = {}  # by rank
+        self._window_start: _ByWorker = {}  # by rank
+        self._num_windows: Counter[tuple[str, int | None] | None] = Counter()
+        """Numbers of windows by their phase and rank, or None for a window that is not slow."""
+        self._links: dict[tuple[str, str], float] = {}  # bytes/s by hosts
+        self._starts: dict[str, tuple[PhaseTotals, _ByWorker]] = {}  # by kind
+        self._step = 0  # the newest that workers have reported
+        self._saved_s = 0.0
+        self._is_saving = False
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -51,7 +50,7 @@ class SpeedMonitor:
                 self._saved_s += time.perf_counter() - began
 
     def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        members = list(self.group.members)
+        members = list(self._group.members)
         measured = {member: each.measured for member, each in progress.items()}
         timings = {m: t for m in members if m in measured and (t := measured[m].timing) is not None}
         if not members or len(timings) < len(members):

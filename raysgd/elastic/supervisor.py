@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.progress import HeldState, ProcessStatus, Progress, ReportedPosition
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.group_record import list_ranks
+from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.group_rpc import (
     FAST_POLL_S,
     POLL_S,
@@ -25,6 +26,7 @@ from raysgd.elastic.group_rpc import (
     results_of,
 )
 from raysgd.elastic.policies import choose_pause_step, newest_progress
+from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
@@ -125,20 +127,24 @@ class CallExecution:
     """Whether callbacks save soon with that goal."""
 
 
-@dataclass(eq=False)
 class Supervisor:
     """Runs attempts at the running call."""
 
-    _rpc: GroupRpc
-    _starter: WorkerStarter
-    _snapshots: SnapshotKeeper
-    _share_balancer: ShareBalancer
-    _speed: SpeedMonitor
-
-    def __post_init__(self) -> None:
-        self._group, self._record = self._rpc.group, self._rpc.record
-        self._preemption = self._starter.preemption
-        self.set_call(self._record.call)
+    def __init__(
+        self,
+        group: ActorGroup,
+        record: GroupRecord,
+        rpc: GroupRpc,
+        starter: WorkerStarter,
+        preemption: PreemptionMonitor,
+        snapshots: SnapshotKeeper,
+        share_balancer: ShareBalancer,
+        speed: SpeedMonitor,
+    ) -> None:
+        self._group, self._record, self._rpc = group, record, rpc
+        self._starter, self._preemption = starter, preemption
+        self._snapshots, self._share_balancer, self._speed = snapshots, share_balancer, speed
+        self.set_call(record.call)
 
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
@@ -183,7 +189,7 @@ class Supervisor:
         execution.has_begun |= not is_replay
         if self._preemption.must_save and call.can_pause:
             self._record.set_progress(self._snapshots.rescue(self._rpc))
-            self._preemption.must_save = False
+            self._preemption.note_saved()
             execution.needs_goal = execution.saves_soon = True
         execution.attempt = None
         if self._rpc.is_pausing:  # the last attempt has not reached its pause

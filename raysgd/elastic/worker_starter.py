@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd._internal.runner import WorkerContext
-from raysgd.cluster.actor_group import AnySlot
+from raysgd.cluster.actor_group import ActorGroup, AnySlot
 from raysgd.cluster.group_options import PROCESS_START_S, START_ADVICE
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_failure
@@ -122,6 +122,7 @@ class PendingWorker:
 class WorkerStarter:
     """Starts a worker for each vacant rank."""
 
+    group: ActorGroup
     record: GroupRecord
     config: ElasticConfig
     policy: Policy
@@ -134,7 +135,6 @@ class WorkerStarter:
     """Error of the newest worker, if another worker would fail in the same way."""
 
     def __post_init__(self) -> None:
-        self.group = self.record.group
         self._pending: list[PendingWorker] = []
         self._lost_slots: set[AnySlot | None] = set()
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""
@@ -157,6 +157,11 @@ class WorkerStarter:
     def may_join_later(self) -> bool:
         """Whether late workers can join after a start."""
         return self.policy.survivors_stay and self.config.grow
+
+    @property
+    def has_attempts_left(self) -> bool:
+        """Whether another worker may start after the failures of others."""
+        return len(self.failures) < self.config.max_attempts
 
     def advance_if_allowed(self) -> None:
         """Advance the pending workers. Start missing ones if the group may grow."""
@@ -199,7 +204,7 @@ class WorkerStarter:
                 self._remove(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
-        elif len(self.failures) < self.config.max_attempts:
+        elif self.has_attempts_left:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
