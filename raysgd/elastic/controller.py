@@ -172,11 +172,11 @@ class Controller:
     def _run_attempts(self) -> AttemptResult:
         """Repair the group and send it the call, until the call has returned or failed."""
         while True:
-            self._check_open()
             if (result := self._repair()) is None:
                 self.state = "running"
                 result = self._supervisor.run_attempt()  # here: short tracebacks of users
             self.state = "ready" if result.is_ready else "broken"
+            self._check_open()  # a shutdown in another thread loses no worker
             if result.lost:
                 self._remove_lost(result.lost)
             if result.error is not None or result.outcomes is not None:

@@ -5,11 +5,12 @@ import threading
 import pytest
 
 from raysgd.cluster.worker import Worker
+from raysgd.elastic.call import Call
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import World
-from tests.unit.cluster.calls import run
-from tests.unit.cluster.test_elasticity import kinds
+from tests.unit.cluster.calls import request_of, run
+from tests.unit.cluster.test_elasticity import kinds, lose_all
 
 
 @pytest.fixture
@@ -96,6 +97,26 @@ def test_more_losses_than_allowed_end_the_call_with_every_cause(world):
     assert "workers were lost in one call more often than max_retries=0" in str(error)
     assert "OOM" in str(error)
     assert isinstance(error.__cause__, LostError)
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_loss_in_a_replay_is_a_retry_if_the_call_has_begun(world, has_begun):
+    controller = world.drive(3).controller
+    train(controller, 25)
+
+    def make_replay(position):
+        world.plan(0.1, lambda: lose_all(world))
+        request = request_of("train", until_step=position.global_step)
+        return Call(request=request, has_batches=True)
+
+    world.at_step(27, lambda: lose_all(world))
+    with pytest.raises(WorkerLostError, match=f"max_retries={int(has_begun)}"):
+        train(controller, max_failures=int(has_begun), make_replay=make_replay)
+    assert run.call.num_failures == 1 + has_begun
+    if not has_begun:  # the next call repairs the group
+        assert train(controller, make_replay=make_replay) == [40] * 3
+        assert run.call.num_failures == 0
+    assert kinds(controller).count("lost") == 6
 
 
 def test_without_replacements_too_few_survivors_end_the_call(world):
@@ -217,6 +238,14 @@ def test_shutdown_is_gentle_unless_the_group_is_broken(world, is_broken):
     assert forced[0] == is_broken
     with pytest.raises(RuntimeError, match="shut down"):
         run(controller, "work")
+
+
+def test_the_workers_that_a_shutdown_stops_during_a_call_are_not_lost(world):
+    controller = world.drive(3).controller
+    world.at_step(20, controller.shutdown)
+    with pytest.raises(RuntimeError, match="shut down"):
+        train(controller, max_failures=3)
+    assert kinds(controller) == ["started"]
 
 
 def test_drain_of_an_unknown_rank_is_an_error(world):
