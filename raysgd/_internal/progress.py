@@ -23,7 +23,7 @@ class LogPoint:
 class ReportedPosition(NamedTuple):
     """Where a worker is in the run. `raysgd.elastic` reads it, and keeps that of the group."""
 
-    epoch: int = 0
+    epoch: int = 0  # number of completed epochs
     in_epoch: bool = False  # whether the worker has started another epoch
     global_step: int = 0
     validation_offset: int = 0  # where the next ``validate`` begins

@@ -155,7 +155,7 @@ class CheckpointCallback(Callback):
         elif call.kind == "validate" and "epoch" in metrics:  # with the metrics of training
             known = trainer.latest_metrics
             raise ValueError(missing_metric("CheckpointCallback", self.monitor, known))
-        elif trainer.num_epochs is None and not self._is_rated:  # in a loop, keep the newest
+        elif not (trainer.is_fitting or self._is_rated):  # in a loop, keep the newest
             self._save(trainer, metrics)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:

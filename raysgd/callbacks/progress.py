@@ -38,7 +38,7 @@ class EpochLines(Callback):
         self._sample_note = _describe_samples(trainer, metrics)
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        if trainer.num_epochs is None:
+        if not trainer.is_fitting:
             return
         means = means_in(metrics)
         width = shutil.get_terminal_size().columns if _in_terminal() else math.inf
@@ -74,7 +74,7 @@ class ProgressBar(Callback):
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BarStatus]) -> None:
         epoch = progress[0].epoch if progress else trainer.epoch
         label = kind
-        if trainer.num_epochs is not None:
+        if trainer.is_fitting:
             label = f"{_position_in_run(trainer, epoch)}, validation"
             if kind == "train":
                 label = _position_in_run(trainer, epoch + 1)
@@ -131,7 +131,7 @@ class ProgressBar(Callback):
                 unit="batch",
                 dynamic_ncols=True,
                 file=sys.stderr,
-                leave=trainer.num_epochs is None,
+                leave=not trainer.is_fitting,
             )
 
     def _show(
@@ -171,7 +171,7 @@ class ProgressBar(Callback):
         self._bar.refresh()
 
     def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any]) -> None:
-        if self._kind and trainer.num_epochs is None:
+        if self._kind and not trainer.is_fitting:
             # A user's loop may not count its batches.
             steps = trainer.global_step - self._first_step
             shown = 0 if self._bar is None else self._bar.n
@@ -211,8 +211,7 @@ def _print(line: str) -> None:
 
 def _position_in_run(trainer: Trainer, epoch: int) -> str:
     """Return "epoch 2/8", or "epoch 2" if a number of steps or a duration limits the `fit`."""
-    has_end = trainer.num_epochs is not None and trainer.num_epochs < sys.maxsize
-    return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"
+    return f"epoch {epoch}" if trainer.num_epochs is None else f"epoch {epoch}/{trainer.num_epochs}"
 
 
 def _slow_phase(trainer: Trainer) -> dict[str, str]:

@@ -26,8 +26,8 @@ from raysgd.callbacks.callback_list import CallbackList, as_logdir, trainer_call
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import LocalHandle
 from raysgd.data import Dataset
-from raysgd.driver.dispatcher import Dispatcher
-from raysgd.driver.fit import FitArguments, FitLoop
+from raysgd.driver.dispatcher import Dispatcher, FitArguments
+from raysgd.driver.fit import FitLoop
 from raysgd.driver.properties import TrainerProperties
 from raysgd.driver.state import StateTransfer
 from raysgd.elastic.controller import Controller
@@ -40,7 +40,7 @@ from raysgd.loop.requests import (
     UpdateSchedulersRequest,
     ValidateRequest,
 )
-from raysgd.metrics import as_test_metrics, merge_workers, with_epoch
+from raysgd.metrics import as_test_metrics, merge_workers
 
 
 @fold_tracebacks
@@ -75,8 +75,8 @@ class OperatorTrainer(TrainerProperties):
         self._callback_list = CallbackList(attached)
         self._callback_list.around_saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name)
-        self._fit_loop = fit_loop = FitLoop(options, dispatcher)
-        self._transfer = StateTransfer(options, dispatcher, fit_loop)
+        self._fit_loop = FitLoop(options, dispatcher)
+        self._transfer = StateTransfer(options, dispatcher)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.record.on_event = weakref.WeakMethod(self._notify_callbacks)
@@ -126,13 +126,10 @@ class OperatorTrainer(TrainerProperties):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         if dataset is not None and (fixed_by := self._options.layout.fixed_by):
             raise ValueError(f"train(dataset=...) does not work with {fixed_by}. Leave it out.")
-        self._dispatcher.check_open(changes_state=True)
-        with self._callback_list.within_call(self):
-            request = self._fit_loop.train_request(info, profile, dataset)
-            result = self._dispatcher.train(self, request, num_steps, max_retries)
-            epoch = self.epoch
-            self._fit_loop.report_training(self, result)
-        return result.merged if reduce_results else [with_epoch(epoch, e) for e in result.by_worker]
+        result = self._dispatcher.train(
+            self, num_steps, max_retries, info=info, profile=profile, dataset=dataset
+        )
+        return result.merged if reduce_results else result.by_worker
 
     def validate(
         self,
@@ -157,7 +154,7 @@ class OperatorTrainer(TrainerProperties):
             ValueError: if `num_steps` is below 1.
             WorkerLostError: if workers are lost more than three times, or too few are left.
         """
-        result = self._fit_loop.validate(self, info, num_steps, profile)
+        result = self._dispatcher.validate(self, info, num_steps, profile)
         return result.merged if reduce_results else result.by_worker
 
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:

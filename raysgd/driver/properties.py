@@ -68,10 +68,12 @@ class TrainerProperties:
     last_call: LastCall | None = forward_to(
         "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
+    is_fitting: bool = forward_to("_dispatcher.is_fitting", "Whether `fit` runs.")
     num_epochs: int | None = forward_to(
-        "_fit_loop.fit_arguments.num_epochs", "Number of epochs at which this `fit` ends, or None."
+        "_dispatcher.fit_arguments.num_epochs",
+        "Number of epochs at which `fit` ends, or None.",
     )
-    is_validation_due = forward_to("_fit_loop.is_validation_due", "Whether `fit` validates next.")
+    is_validation_due = forward_to("_dispatcher.is_validation_due", "Whether `fit` validates next.")
     stop_reason: str | None = forward_to(
         "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."
     )

@@ -22,7 +22,6 @@ from raysgd.checkpoint.shards import merge_shards
 from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.driver.dispatcher import Dispatcher
-from raysgd.driver.fit import FitLoop
 from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.policies import may_have_only_copy
 from raysgd.elastic.snapshots import collect_shards
@@ -48,7 +47,6 @@ class StateTransfer:
 
     options: Options
     dispatcher: Dispatcher
-    fit_loop: FitLoop
     provenance: Mapping[str, Any] = field(default_factory=process_provenance)
     """Where the state comes from. Read early, because the files of the script may change later."""
 
@@ -65,9 +63,9 @@ class StateTransfer:
         entries["config"] = scalars(redact_config(self.options.config))
         if provenance:
             entries["provenance"] = {**self.provenance}
-        if self.fit_loop.lacks_validation:
+        if self.dispatcher.lacks_validation:
             # Callbacks need these metrics in the next validation.
-            metrics, epoch = self.dispatcher.metrics, self.fit_loop.num_completed_epochs
+            metrics, epoch = self.dispatcher.metrics, self.dispatcher.position.epoch
             entries["validation_due"] = scalars(metrics) if metrics.get("epoch") == epoch else {}
         return entries
 
@@ -200,7 +198,7 @@ class StateTransfer:
         self.dispatcher.validation_offset = self.dispatcher.position.validation_offset
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.dispatcher.latest_metrics.update(driver_entries["validation_due"])
-        self.fit_loop.restore_due_validation(state.get("validation_due"))
+        self.dispatcher.restore_due_validation(state.get("validation_due"))
         self._warn_of_changes(driver_entries["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """The trainer for TensorFlow operators."""
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -117,10 +116,9 @@ class TFTrainer(OperatorTrainer):
         epochs of ``fit(num_epochs)`` are those of the data.
         """
         arguments = (profile, reduce_results, max_retries, info)
-        counts_epochs = self._fit_loop.fit_arguments.num_epochs not in (None, sys.maxsize)
-        if self._limits is None or num_steps is not None or counts_epochs:
+        if self._limits is None or num_steps is not None or self.num_epochs is not None:
             return super().train(num_steps, *arguments)
-        last_step = self._fit_loop.fit_arguments.max_steps  # None outside of fit
+        last_step = self._dispatcher.fit_arguments.max_steps  # None outside of fit
         for _ in range(self._limits["epochs"] or 1):
             result = super().train(self._limits["steps_per_epoch"], *arguments)
             if last_step and (self.global_step == last_step or self.stop_reason is not None):
@@ -142,7 +140,7 @@ class TFTrainer(OperatorTrainer):
         if self._limits is None:
             return super().validate(num_steps, profile, reduce_results, info)
         steps = self._limits["steps"] if num_steps is None else num_steps
-        run = self._fit_loop.validate(self, info, steps, profile, from_start=num_steps is None)
+        run = self._dispatcher.validate(self, info, steps, profile, from_start=num_steps is None)
         return use_old_names(run.merged) if reduce_results else [*map(use_old_names, run.by_worker)]
 
     def get_model(self, to_cpu: bool = False) -> Any:

@@ -31,6 +31,7 @@ class FakeTrainer:
     max_workers = 3
     global_step = 100
     num_epochs = None
+    is_fitting = False
     last_call = stop_reason = None
     events = ()
     speed = SpeedReport
@@ -41,7 +42,7 @@ def terminal(monkeypatch):
     """A fake terminal that replaces standard error."""
     stream = Terminal()
     # replace `sys` in the module, because pytest replaces sys.stderr before the test
-    own = SimpleNamespace(stderr=stream, modules=sys.modules, maxsize=sys.maxsize)
+    own = SimpleNamespace(stderr=stream, modules=sys.modules)
     monkeypatch.setattr(module, "sys", own)
     return stream
 
@@ -223,7 +224,7 @@ def test_fit_prints_a_line_for_each_epoch_unless_verbose_is_off(make_trainer, ca
 def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns, shown):
     monkeypatch.setenv("COLUMNS", str(columns))
     bar, trainer = EpochLines(), FakeTrainer()
-    trainer.num_epochs = 8
+    trainer.num_epochs, trainer.is_fitting = 8, True
     names = ["train_loss", "train_accuracy", "val_loss", "val_accuracy"]
     bar.on_result(trainer, LastCall("validate", 10.0, 0.01), dict.fromkeys(names, 0.123456))
     (line,) = terminal.getvalue().splitlines()
@@ -236,7 +237,7 @@ def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns,
 )
 def test_line_of_an_epoch_says_what_lost_workers_did_not_measure(terminal, lost_at, said):
     lines, trainer = EpochLines(), FakeTrainer()
-    trainer.num_epochs = 8
+    trainer.num_epochs, trainer.is_fitting = 8, True
     trainer.events = [Event(kind="lost", generation=0, ranks=(1,), time=lost_at)]
     trainer.last_call = LastCall("train", 110.0, 10.0, epoch_samples=600)
     lines.on_epoch_end(trainer, {"train_loss": 1.289, "num_samples": 380})
@@ -257,7 +258,7 @@ def test_line_of_the_epoch_replaces_the_bar_in_fit(make_trainer, terminal):
 
 def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
     bar, trainer = ProgressBar(), FakeTrainer()
-    trainer.num_epochs = 8
+    trainer.num_epochs, trainer.is_fitting = 8, True
     bar.on_progress(trainer, "train", [])
     losses = {"loss_g": 0.5, "loss_d": 1.5}
     bar.on_progress(trainer, "train", [BarStatus(epoch=1, num_batches=2, latest_metrics=losses)])
