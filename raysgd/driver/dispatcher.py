@@ -184,18 +184,19 @@ class Dispatcher:
                 call.log_points.on_log = partial(self._log, trainer)
             try:
                 while is_paused:
-                    call.on_progress = self.callback_list.notifier(trainer, "train")
+                    on_progress = self.callback_list.notifier(trainer, "train")
                     started = time.perf_counter()
-                    results = [outcome.unpack() for outcome in self.controller.run(call)]
+                    outcomes = self.controller.run(replace(call, on_progress=on_progress))
+                    results = [outcome.unpack() for outcome in outcomes]
                     seconds, ended = seconds + time.perf_counter() - started, time.time()
                     is_paused = isinstance(results[0], CallbackPause)
                     self.callback_list.notify_pause(trainer, at_end=not is_paused)
             finally:
                 start = self._train_starts.pop(number, self.position)
-                call.on_progress = call.log_points.on_log = None  # they keep the trainer alive
+                call.log_points.on_log = None  # it keeps the trainer alive
                 self._report_bad_steps(trainer)
             speed = self.controller.speed.end_interval("train")
-            results += [outcome.unpack() for outcome in call.leaving_outcomes]
+            results += [outcome.unpack() for outcome in call.history.leaving_outcomes]
             last_call = LastCall("train", ended, seconds, speed, self.position.epoch_samples)
             merged = with_epoch(trainer.epoch, self._merge(results))
             result = CallResult(results, merged, last_call, trainer.epoch)

@@ -60,9 +60,21 @@ class LogPointCollector:
                 del self._pending[key]
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False)
+class CallHistory:
+    """What has happened to a call so far. Calls with different requests can share it."""
+
+    num_failures: int = 0
+    """Number of losses, each of one or several workers."""
+    causes: list[str] = field(default_factory=list)
+    """Where and why workers were lost. `GroupRecord.add_event` adds them."""
+    leaving_outcomes: list[Any] = field(default_factory=list)
+    """Outcomes of the `leaving_metrics_request` of workers that have left."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """One request to the runners.
+    """What the caller wants from the runners.
 
     The controller repeats it after each loss of workers, so the request must state its goal in
     absolute terms. The workers treat all attempts of `Controller.run` as one call.
@@ -74,7 +86,7 @@ class Call:
     rank: int | None = None
     """Rank of the only worker that gets the request; None for all."""
     max_failures: float = 0
-    """Maximum number of losses, each of one or several workers. ``math.inf`` means no limit."""
+    """Maximum number of losses in its history. ``math.inf`` means no limit."""
     open_inbox: Callable[[Sequence[str]], Inbox] | None = None
     """Returns the `Inbox` on these hosts for large answers. By default, Ray carries them."""
     allows_any_size: bool = False
@@ -94,12 +106,7 @@ class Call:
     """Returns the call that repeats steps lost with all workers, or None."""
     leaving_metrics_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
-    num_failures: int = 0
-    """Number of losses so far, over all requests."""
-    causes: list[str] = field(default_factory=list)
-    """Where and why workers were lost. `GroupRecord.add_event` adds them."""
-    leaving_outcomes: list[Any] = field(default_factory=list)
-    """Outcomes of the `leaving_metrics_request` of workers that have left."""
+    history: CallHistory = field(default_factory=CallHistory)
 
     @property
     def name(self) -> str:

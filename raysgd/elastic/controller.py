@@ -238,9 +238,8 @@ class Controller:
         call, execution = self.record.call, self._supervisor.execution
         why = ""
         if execution.has_begun:
-            call.num_failures += 1
-            if call.num_failures > call.max_failures:
-                most = call.max_failures
+            call.history.num_failures += 1
+            if call.history.num_failures > (most := call.max_failures):
                 why = f"workers were lost in one call more often than max_retries={most}"
         else:
             execution.num_early_failures += 1

@@ -172,7 +172,7 @@ class GroupFormer:
         if call.leaving_metrics_request is None or not members:
             return
         outcomes = self._rpc.send_to_idle(members, call.leaving_metrics_request, ANSWER_S)
-        call.leaving_outcomes += [e for e in outcomes.values() if e.unpack() is not None]
+        call.history.leaving_outcomes += [e for e in outcomes.values() if e.unpack() is not None]
         call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts
@@ -207,7 +207,7 @@ class GroupFormer:
             self._rpc.check_open()
             self._starter.advance(starting)
             if starting and (error := self._starter.error) is not None:
-                if isinstance(error, WorkerLostError) and self._record.call.causes:
+                if isinstance(error, WorkerLostError) and self._record.call.history.causes:
                     raise self._record.make_error(str(error), cause=error)
                 raise error
             now = self._group.clock.monotonic()
@@ -246,7 +246,7 @@ class GroupFormer:
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of workers that left.
         self._record.set_progress(progress)
-        step, results = progress.position.global_step, self._record.call.leaving_outcomes
+        step, results = progress.position.global_step, self._record.call.history.leaving_outcomes
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self._starter.forget_joined(members)
         if not self._starter.may_join_later:

@@ -60,7 +60,7 @@ class GroupRecord:
         self.events: list[Event] = []
         """The events, oldest first. Only `add_event` adds some."""
         self.call = Call()
-        """The running call. Only `Supervisor.set_call` sets it."""
+        """The running call, with its newest request. Only `Supervisor` sets it."""
         self.interruption = ""
         """Why the newest call ended, if Ctrl-C stopped its workers and no event followed.
         `Controller` sets it, and `add_event` resets it."""
@@ -98,7 +98,7 @@ class GroupRecord:
         names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._survivors_stay else 0
-            self.call.causes.append(f"{names[0]}: {cause}")
+            self.call.history.causes.append(f"{names[0]}: {cause}")
         event = Event(
             kind=kind,
             generation=self.generation,
@@ -135,7 +135,7 @@ class GroupRecord:
         name = self.call.name
         what = f"The call of {name}() failed" if name else "The workers did not start"
         error = WorkerLostError(
-            "\n".join([f"{what}: {why.rstrip('.')}.", *self.call.causes]),
+            "\n".join([f"{what}: {why.rstrip('.')}.", *self.call.history.causes]),
             rank=-1 if member is None else self.ranks.get(member, -1),
             node_id="" if member is None else member.location.node_id,
             cause="" if cause is None else cause_of(member, cause),

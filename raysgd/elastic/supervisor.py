@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd._internal.progress import HeldState, ProcessStatus, Progress, ReportedPosition
@@ -162,14 +162,14 @@ class Supervisor:
         self._share_balancer.observe(progress)
         self._speed.observe(progress)
 
-    def _prepare_replay(self) -> bool:
-        """Return whether steps were lost with all workers and a call can repeat them."""
+    def _find_replay(self) -> Call | None:
+        """Return the call that repeats steps lost with all workers, or None."""
         execution, call = self.execution, self._record.call
         before = execution.progress_before.position
         step = self._record.position.global_step
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
-            return False
+            return None
         if not execution.has_warned_of_replay:
             execution.has_warned_of_replay = True
             logger.warning(
@@ -180,13 +180,13 @@ class Supervisor:
             )
         if execution.replay is None and call.make_replay is not None:
             execution.replay = call.make_replay(before)
-        return execution.replay is not None
+        return execution.replay
 
     def run_attempt(self) -> AttemptResult:
         """Run one attempt at the call. The attempt ends shortly after a failure."""
         execution, call = self.execution, self._record.call
-        is_replay = self._prepare_replay()
-        execution.has_begun |= not is_replay
+        replay = self._find_replay()
+        execution.has_begun |= replay is None
         if self._preemption.must_save and call.can_pause:
             self._record.set_progress(self._snapshots.rescue(self._rpc))
             self._preemption.note_saved()
@@ -194,12 +194,12 @@ class Supervisor:
         execution.attempt = None
         if self._rpc.is_pausing:  # the last attempt has not reached its pause
             self._rpc.pause_at(None)
-        if is_replay:
-            assert execution.replay is not None
-            call = execution.replay
+        if replay is not None:
+            call = replay
         elif execution.needs_goal and call.make_request is not None:
             newest = newest_progress([self._record.progress, execution.progress_before])
-            call.request = call.make_request(newest.position, execution.saves_soon)
+            request = call.make_request(newest.position, execution.saves_soon)
+            self._record.call = call = replace(call, request=request)
             execution.needs_goal = False
         members = self._group.members[:] if call.rank is None else [self._group.members[call.rank]]
         with contextlib.ExitStack() as stack:
@@ -214,7 +214,7 @@ class Supervisor:
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
-        return self._end_attempt(call, is_replay, attempt, polled)
+        return self._end_attempt(call, replay is not None, attempt, polled)
 
     def _pack_request(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack

@@ -65,7 +65,7 @@ class _Run:
     checkpoints: RunCheckpoints
     datasets: Datasets
     call: Call
-    """Counts the losses of workers over all requests of the run."""
+    """Its history counts the losses of workers over all requests of the run."""
     skips_reports: bool = False
     """Whether to skip reports."""
     growth_policy: GrowthPolicy = field(default_factory=GrowthPolicy)
@@ -79,8 +79,8 @@ class _Run:
 
     def send(self, request: Request) -> list[Any]:
         """Return the answers of the workers by rank."""
-        self.call.request = request
-        return [outcome.unpack() for outcome in self.controller.run(self.call)]
+        call = replace(self.call, request=request)
+        return [outcome.unpack() for outcome in self.controller.run(call)]
 
     def begin(self) -> None:
         """Send the function and the data to all workers."""
@@ -321,7 +321,7 @@ class BackendExecutor:
             run = self._run
             self.abort()
             if run is not None and isinstance(error, WorkerLostError):
-                number, allowed = run.call.num_failures, run.call.max_failures
+                number, allowed = run.call.history.num_failures, run.call.max_failures
                 error.args = (
                     f"The training function lost workers {number} time{'s' * (number != 1)}, but "
                     f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",

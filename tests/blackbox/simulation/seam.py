@@ -158,7 +158,7 @@ class Driver:
 
     @property
     def losses_in_call(self):
-        return self.call.num_failures
+        return self.call.history.num_failures
 
     def shutdown(self):
         self.controller.shutdown()

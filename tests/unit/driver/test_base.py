@@ -67,8 +67,8 @@ def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch):
     run = trainer._dispatcher.controller.run
 
     def leave(call):
-        call.leaving_outcomes += run(call)
-        return call.leaving_outcomes
+        call.history.leaving_outcomes += run(call)
+        return call.history.leaving_outcomes
 
     monkeypatch.setattr(trainer._dispatcher.controller, "run", leave)
     assert trainer.train()["num_samples"] == 80
