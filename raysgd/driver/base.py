@@ -75,7 +75,6 @@ class OperatorTrainer(TrainerProperties):
         self._callback_list = CallbackList(attached)
         self._callback_list.around_saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name)
-        self._fit_loop = FitLoop(options, dispatcher)
         self._transfer = StateTransfer(options, dispatcher)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
@@ -233,12 +232,12 @@ class OperatorTrainer(TrainerProperties):
             CallbackError: if a callback raised.
         """
         given = FitArguments(num_epochs, validate_every, max_retries, info, log_every, max_steps)
-        return self._fit_loop.run(self, given, callbacks, verbose)
+        return FitLoop(self, self._options, self._dispatcher, given).run(callbacks, verbose)
 
     def request_stop(self, reason: str) -> None:
         """Ask `fit` to end after the current epoch. The first reason becomes `stop_reason`."""
-        if self._fit_loop.stop_reason is None:
-            self._fit_loop.stop_reason = str(reason)
+        if self._dispatcher.stop_reason is None:
+            self._dispatcher.stop_reason = str(reason)
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""

@@ -83,6 +83,8 @@ class Dispatcher:
     is_fitting: bool = False
     fit_arguments: FitArguments = field(default_factory=FitArguments)
     """The arguments of the running ``fit()``."""
+    stop_reason: str | None = None
+    """Why a callback stops ``fit()``."""
     latest_metrics: dict[str, Any] = field(default_factory=dict)
     """The newest metrics of train and validate."""
     last_call: LastCall | None = None

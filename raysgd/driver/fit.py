@@ -26,32 +26,28 @@ _OF_VALIDATION = re.compile(r"val(?![a-z])|valid|eval[_/]")  # and not "value"
 
 @dataclass(eq=False)
 class FitLoop:
-    """Runs ``fit()`` of one trainer.
+    """A call of ``fit()``.
 
-    These are its calls::
+    These are its steps::
 
-    fit -> check the validation on a few batches
-           if an exception or a save preceded the validation of an epoch: validate
-           until num_epochs, a limit, or request_stop:
-               trainer.train()
-               if validate_every divides the epoch, or it is num_epochs: validate
+        check the validation on a few batches
+        if an exception or a save preceded the validation of an epoch: validate
+        until num_epochs, a limit, or request_stop:
+            trainer.train()
+            if validate_every divides the epoch, or it is num_epochs: validate
     """
 
+    trainer: Trainer
     options: Options
     dispatcher: Dispatcher
-    stop_reason: str | None = None
+    arguments: FitArguments
 
-    def run(
-        self,
-        trainer: Trainer,
-        arguments: FitArguments,
-        callbacks: Iterable[Callback],
-        verbose: bool,
-    ) -> History:
+    def run(self, callbacks: Iterable[Callback], verbose: bool) -> History:
         """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
+        trainer, dispatcher, arguments = self.trainer, self.dispatcher, self.arguments
         if (arguments.num_epochs or arguments.max_steps) is None:
             raise TypeError("fit(num_epochs=None): must be an int, unless max_steps is given.")
-        dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
+        callback_list = dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         added = as_callbacks(where, callbacks, trainer.logdir, callback_list)
         kinds = (EpochLines, ProgressBar) if is_interactive() else (EpochLines,)
@@ -64,34 +60,34 @@ class FitLoop:
                 f"A callback cannot call fit() in {callback_list.running_hooks[-1]}. "
                 "Call it outside of hooks."
             )
-        self.stop_reason = None
+        dispatcher.stop_reason = None
         with callback_list.attach(trainer, added):
             why = "fit() does not validate."
             request = ApplyOperatorRequest(function=has_validation_loader)
             if arguments.validate_every and not any(dispatcher.run(request, method="fit")):
                 why = f"{why} {missing_loader_error('validation')}"
-                arguments = replace(arguments, validate_every=None)
+                arguments = self.arguments = replace(arguments, validate_every=None)
                 logger.info("%s", why)
             if arguments.validate_every is None:
                 _check_monitored(self._monitored_metrics(), (), why)
-            with self.dispatcher.within_fit(arguments):
-                if arguments.validate_every and not self.dispatcher.has_all_epochs:
+            with dispatcher.within_fit(arguments):
+                if arguments.validate_every and not dispatcher.has_all_epochs:
                     self._run_sanity_check()
-                history = self._train_epochs(trainer)
+                history = self._train_epochs()
             if sentence := dispatcher.controller.speed.report().sentence:
                 logger.warning("%s", sentence)
             return history
 
-    def _train_epochs(self, trainer: Trainer) -> History:
-        history, dispatcher = History(), self.dispatcher
-        arguments = dispatcher.fit_arguments
+    def _train_epochs(self) -> History:
+        trainer, dispatcher, arguments = self.trainer, self.dispatcher, self.arguments
+        history = History()
 
         def reason_to_end() -> str | None:
             if dispatcher.has_all_epochs:
                 return f"num_epochs={arguments.num_epochs} is reached"
             if arguments.max_steps is not None and trainer.global_step >= arguments.max_steps:
-                return self.stop_reason or f"max_steps={arguments.max_steps} is reached"
-            return self.stop_reason
+                return dispatcher.stop_reason or f"max_steps={arguments.max_steps} is reached"
+            return dispatcher.stop_reason
 
         if dispatcher.lacks_validation and dispatcher.is_validation_due:  # since an earlier fit()
             # Ctrl-C in the last step has lost its metrics.
@@ -126,25 +122,26 @@ class FitLoop:
 
     def _run_sanity_check(self) -> None:
         """Validate some batches before training, unless a validation has run or runs next."""
-        has_validated = self.dispatcher.validation_names is not None
-        if has_validated or self.dispatcher.lacks_validation or self.stop_reason is not None:
+        dispatcher = self.dispatcher
+        has_validated = dispatcher.validation_names is not None
+        if has_validated or dispatcher.lacks_validation or dispatcher.stop_reason is not None:
             return
         request = ValidateRequest(
             call_number=-1,
             num_steps=_SANITY_STEPS,
             is_sanity_check=True,
-            info=dict(self.dispatcher.fit_arguments.info or {}),
+            info=dict(self.arguments.info or {}),
         )
         try:
             # A worker without a batch has no metrics.
-            results = [*filter(None, self.dispatcher.run(request, method="fit", has_batches=True))]
+            results = [*filter(None, dispatcher.run(request, method="fit", has_batches=True))]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 results.append(merge_workers(results))
             if names := dict.fromkeys(itertools.chain.from_iterable(results)):
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitored(self._monitored_metrics(), list(names), why)
-            self.dispatcher.validation_names = {*names}
+            dispatcher.validation_names = {*names}
         except Exception as error:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last

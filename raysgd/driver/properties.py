@@ -6,7 +6,6 @@ from typing import Any
 from raysgd._internal.forwarding import forward_to
 from raysgd.callbacks.base import LastCall
 from raysgd.driver.dispatcher import Dispatcher
-from raysgd.driver.fit import FitLoop
 from raysgd.driver.state import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
@@ -25,7 +24,6 @@ class TrainerProperties:
     _options: Options
     _controller: Controller
     _dispatcher: Dispatcher
-    _fit_loop: FitLoop
     _transfer: StateTransfer
 
     @property
@@ -75,7 +73,7 @@ class TrainerProperties:
     )
     is_validation_due = forward_to("_dispatcher.is_validation_due", "Whether `fit` validates next.")
     stop_reason: str | None = forward_to(
-        "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."
+        "_dispatcher.stop_reason", "The first reason passed to `request_stop` since `fit` began."
     )
 
     @property
