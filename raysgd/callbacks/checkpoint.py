@@ -109,7 +109,7 @@ class CheckpointCallback(Callback):
         folder = self.folder_in(trainer.logdir)
         self._store = self._new_store(folder.name, job=self._job or trainer.operator_name)
         self._saved_at = trainer.global_step
-        if self._resume and not (trainer.epoch or trainer._dispatcher.newest_train_request):
+        if self._resume and not trainer.has_trained:
             self._restore(trainer, self._store)
         if self.restored_from is None:
             folder.make_folder()  # an error before training, not at the first save
@@ -141,8 +141,7 @@ class CheckpointCallback(Callback):
         self._save(trainer, {})
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        outer = trainer._dispatcher.callback_list.running_hooks[1:]  # no result follows in a hook
-        if self.monitor is None and self._every == "epoch" and (outer or trainer.is_validation_due):
+        if self.monitor is None and self._every == "epoch" and not trainer.is_result_due:
             self._save(trainer, metrics)  # before the validation, which may take long
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:

@@ -68,8 +68,7 @@ class TrainerProperties:
     )
     is_fitting: bool = forward_to("_dispatcher.is_fitting", "Whether `fit` runs.")
     num_epochs: int | None = forward_to(
-        "_dispatcher.fit_arguments.num_epochs",
-        "Number of epochs at which `fit` ends, or None.",
+        "_dispatcher.fit_arguments.num_epochs", "Number of epochs at which `fit` ends, or None."
     )
     is_validation_due = forward_to("_dispatcher.is_validation_due", "Whether `fit` validates next.")
     stop_reason: str | None = forward_to(
@@ -81,6 +80,16 @@ class TrainerProperties:
         """The current or just finished epoch, counted from 1. 0 before the first epoch."""
         position = self._dispatcher.position
         return position.epoch + position.in_epoch
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether training has begun, here or before the loaded state."""
+        return self.epoch > 0 or self._dispatcher.newest_train_request is not None
+
+    @property
+    def is_result_due(self) -> bool:
+        """Whether `on_result` follows this `on_epoch_end`: no validation, and no outer hook."""
+        return not (self.is_validation_due or self._dispatcher.callback_list.running_hooks[1:])
 
     @property
     def events(self) -> list[Event]:
