@@ -140,8 +140,10 @@ class WorkerStarter:
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""
         self._crashes_in_row: dict[AnySlot | None, tuple[Phase, int]] = {}
         """By slot: the phase of the newest crashes of pending workers, and their number."""
-        self.failures: list[tuple[AnySlot, float]] = []
-        """For each failure: the slot, and when it may start another worker."""
+        self.attempts_left = self.config.max_attempts
+        """Number of failures until no more workers start. A reset restores it."""
+        self._next_starts: dict[AnySlot, float] = {}
+        """When the slots that have failed may start another worker."""
         self._resized_at = self.group.clock.monotonic()
 
     @property
@@ -158,11 +160,6 @@ class WorkerStarter:
         """Whether late workers can join after a start."""
         return self.policy.survivors_stay and self.config.grow
 
-    @property
-    def has_attempts_left(self) -> bool:
-        """Whether another worker may start after the failures of others."""
-        return len(self.failures) < self.config.max_attempts
-
     def advance_if_allowed(self) -> None:
         """Advance the pending workers. Start missing ones if the group may grow."""
         if self.policy.may_grow and self.policy.supports_live_join:
@@ -178,7 +175,8 @@ class WorkerStarter:
 
     def reset_failures(self) -> None:
         """Reset the failures of pending workers, because their cause may be gone."""
-        self.failures, self.error = [], None
+        self.attempts_left, self._next_starts = self.config.max_attempts, {}
+        self.error = None
 
     def request_slots(self) -> bool:
         """Request the missing slots if the group may grow. Return whether one is free."""
@@ -204,7 +202,7 @@ class WorkerStarter:
                 self._remove(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
-        elif self.has_attempts_left:
+        elif self.attempts_left > 0:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
@@ -231,7 +229,7 @@ class WorkerStarter:
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members)
         for slot in vacant:
-            if any(each is slot and now < until for each, until in self.failures):
+            if now < self._next_starts.get(slot, now):
                 continue
             ranks = {worker.rank for worker in self._pending}
             rank = next((r for r in range(num_staying, size) if r not in ranks), size - 1)
@@ -276,12 +274,12 @@ class WorkerStarter:
                 )
         elif self.record.is_first_start or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
-        num_left = self.config.max_attempts - len(self.failures)
-        # No worker can load a damaged state, so that no attempt is left.
-        num_used = max(1, num_left) if isinstance(error, CheckpointError) else 1
-        wait_s = backoff_s(len(self.failures) + num_used - 1, self.config)
-        self.failures += [(slot, self.group.clock.monotonic() + wait_s)] * num_used
-        if num_used == num_left:
+        wait_s = backoff_s(self.config.max_attempts - self.attempts_left, self.config)
+        self._next_starts[slot] = self.group.clock.monotonic() + wait_s
+        # No worker can load a damaged state.
+        uses_all = isinstance(error, CheckpointError) and self.attempts_left > 0
+        self.attempts_left = 0 if uses_all else self.attempts_left - 1
+        if self.attempts_left == 0:
             logger.warning("No more replacement workers start in this call.")
 
     def _remove(self, worker: PendingWorker) -> None:
