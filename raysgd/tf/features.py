@@ -13,7 +13,7 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.update import Update
 from raysgd.tf.state_access import KerasStateAccess
-from raysgd.tf.train_state import KerasTrainState
+from raysgd.tf.train_state import KerasTrainState, rate_of
 
 _COMPARED_EVERY = 100
 """Steps after which the end of a call compares the values of all replicas."""
@@ -85,13 +85,18 @@ class KerasOptimization(UpdateFeature):
     """Accumulates gradients of micro-batches, averages them over the workers, and updates.
 
     If a step of the loop makes several updates, this feature copies the variables before each,
-    because a later one may fail.
+    because a later one may fail. It copies learning rates, which `train_batch` may change, always.
     """
 
     def __init__(self, train_state: KerasTrainState) -> None:
         self._train_state = train_state
+        rates = map(rate_of, train_state.optimizers)
+        self._rates = [(rate, rate.value) for rate in rates if rate is not None]
         self._accumulated: dict[int, list[Any]] = {}
         self._copies: dict[int, tuple[Any, Any]] = {}
+
+    def begin_update(self, update: Update) -> None:
+        self._rates = [(rate, tf.identity(rate.value)) for rate, _ in self._rates]
 
     def begin_micro_batch(self, update: Update) -> None:
         if update.loss_weights.num_earlier < update.micro_batch_index:
@@ -132,7 +137,8 @@ class KerasOptimization(UpdateFeature):
         self._accumulated, self._copies = {}, {}
 
     def roll_back(self, update: Update) -> None:
-        for variable, value in self._copies.values():
+        rates = self._rates if update.is_open else []
+        for variable, value in (*self._copies.values(), *rates):
             variable.assign(value)
         steps = update.optimizer_steps
         if not self._copies and (steps.counts or steps.running_optimizer is not None):

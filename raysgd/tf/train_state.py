@@ -93,14 +93,14 @@ class KerasTrainState(TrainState):
 
     def initial_options(self) -> list[float | None]:
         """Return the learning rates after ``setup``; None for a schedule."""
-        rates = map(_rate_of, self.optimizers)
+        rates = map(rate_of, self.optimizers)
         return [rate if rate is None else float(rate) for rate in rates]
 
     def rescale_options(self, then: list[float | None], now: list[float | None]) -> None:
         """Multiply each learning rate by the ratio of initial rates, now / then."""
         for optimizer, old, new in zip(self.optimizers, then, now, strict=True):
             if old is not None and new is not None and old != new:
-                rate = _rate_of(optimizer)
+                rate = rate_of(optimizer)
                 rate.assign(new * (float(rate) / old if old else 1.0))
 
     def warn_of_batch(self, loss: Any, masks: Any) -> None:
@@ -164,7 +164,7 @@ class KerasRandomGenerators(RandomGenerators):
         return {"keras_models": list(models.values()), "keras_others": list(others.values())}
 
 
-def _rate_of(optimizer: Any) -> Any:
+def rate_of(optimizer: Any) -> Any:
     rate = (getattr(optimizer, "inner_optimizer", None) or optimizer).learning_rate
     return rate if hasattr(rate, "assign") else None  # a schedule returns a tensor
 

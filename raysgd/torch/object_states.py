@@ -95,7 +95,7 @@ def load_scheduler(scheduler: Any, state: Any) -> None:
 def _inner_schedulers(state: Any) -> list[tuple[str, list[Any]]]:
     """Return the schedulers by the names of the entries that hold one, or a list of them."""
     entries = [(n, x if isinstance(x, list) else [x]) for n, x in getattr(state, "items", tuple)()]
-    return [(n, xs) for n, xs in entries if xs and all(hasattr(x, "optimizer") for x in xs)]
+    return [(n, xs) for n, xs in entries if xs and hasattr(xs[0], "optimizer")]
 
 
 def reuse_memory(state: Any, into: Any, incoming: IncomingValue) -> Any:

@@ -21,6 +21,8 @@ from raysgd.torch.tensors import (
     renormalized_weights,
 )
 
+_PLAIN = (float, int, bool, str, type(None))
+
 
 class Rollback(UpdateFeature):
     """Restores parameters and optimizer states if a step is discarded.
@@ -42,7 +44,7 @@ class Rollback(UpdateFeature):
     ) -> None:
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
         self._optimizers = [*optimizers, *wrapped]
-        self._backups: list[_OptimizerBackup] = []  # of the optimizers, if the update has copies
+        self._backups: list[OptimizerCopies] = []  # of the optimizers, if the update has copies
         renormalized = renormalized_weights(models)
         self._stepped = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
         found = {id(p): p for model in models for p in model.parameters()} | self._stepped
@@ -57,7 +59,7 @@ class Rollback(UpdateFeature):
             changes_early = self._has_bad_steps or (update.is_split and on_cpu)
         self._backups = []  # release their memory first
         if update.optimizer_steps.need_copies or changes_early:
-            self._backups = list(map(_OptimizerBackup, self._optimizers))
+            self._backups = [OptimizerCopies(each, has_state=True) for each in self._optimizers]
         self._versions = TensorVersions(lambda: self._parameters)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
@@ -94,22 +96,22 @@ class Rollback(UpdateFeature):
             update.set_damaged(True)
 
 
-class _OptimizerBackup:
-    """A copy of one optimizer's parameters and state."""
+class OptimizerCopies:
+    """Copies of the options of one optimizer, and if asked, of its parameters and state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, has_state: bool = False) -> None:
         self._optimizer, state = optimizer, optimizer.state
+        parameters = parameters_of(optimizer) if has_state else []
         # A frozen parameter with state may be trained later in the step.
-        trained = [p for p in parameters_of(optimizer) if p.requires_grad or p in state]
-        self.parameters = set(trained)
-        self._tensors: list[torch.Tensor] = [*trained]
-        self._state = map_leaves(state, self._keep)
-        # Some optimizers keep an estimated step size in the groups.
-        self._groups = [
-            {key: map_leaves(value, self._keep) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        self._copies = _copies_of(self._tensors)
+        self.parameters = {p for p in parameters if p.requires_grad or p in state}
+        self._tensors: list[torch.Tensor] = [*self.parameters]
+        self._state = map_leaves(state, self._keep) if has_state else None
+        self._groups = list(map(dict, optimizer.param_groups))
+        for group in self._groups:
+            for name in group:
+                if type(group[name]) not in _PLAIN and name not in ("params", "param_names"):
+                    group[name] = map_leaves(group[name], self._keep)
+        self._copies = _copies_of(self._tensors) if self._tensors else []
 
     def _keep(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -119,12 +121,13 @@ class _OptimizerBackup:
     @torch.no_grad()
     def restore(self) -> None:
         copy_all(zip(self._tensors, self._copies, strict=True))
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        if self._state is not None:
+            self._optimizer.state.clear()
+            self._optimizer.state.update(self._state)
         for group, before in zip(self._optimizer.param_groups, self._groups, strict=False):
-            for name in group.keys() - before.keys() - {"params"}:
+            for name in group.keys() - before.keys():
                 del group[name]
-            group.update(before)
+            group.update({**before, "params": group["params"]})
 
 
 class BufferCopies(UpdateFeature):

@@ -115,6 +115,24 @@ def test_a_failed_step_restores_the_first_of_two_updates(first, num_registered, 
     assert_same(failing.state_dict(), undisturbed.state_dict())
 
 
+class Halving(Digits):
+    def train_batch(self, batch, batch_info):
+        self.optimizer.learning_rate = self.optimizer.learning_rate.numpy() / 2
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_failed_step_restores_the_learning_rate():
+    config = {"shuffle": False, "fail_at": (0, 2)}
+    runner = TFRunner(TFOptions(training_operator_cls=Halving, config=config, seed=3))
+    runner.setup(WorkerContext(in_driver=True))
+    with pytest.raises(ValueError, match="bad batch"):
+        runner.handle(TrainRequest(call_number=0, until_step=4))
+    rate = runner.operator.optimizer.learning_rate
+    rate.assign(rate.numpy() * 8)  # as user code may do between two calls
+    runner.handle(TrainRequest(call_number=0, until_step=4))
+    assert float(rate.numpy()) == pytest.approx(0.01 * 8 / 2**4)
+
+
 class FailsHalfway(keras.optimizers.SGD):
     """Raises after it has changed a variable."""
 

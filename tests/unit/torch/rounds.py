@@ -100,6 +100,8 @@ class Divided(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         case, (tokens,) = self.config["case"], self.to_device(batch)
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] *= 0.9
         pairs = [*zip(self.all_models, self.optimizers, strict=True)]
         if batch_info["global_step"] == 2 and case.sharding == "optimizer" and len(pairs) == 1:
             self.all_models[0].frozen.requires_grad_(True)  # no copy can undo it between two steps

@@ -17,6 +17,7 @@ from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.tensors import TensorVersions
+from tests.operators import local
 
 
 def test_versions_find_changed_replaced_and_moved_gradients_and_keep_none_alive():
@@ -183,6 +184,56 @@ def test_parameter_of_two_optimizers_is_restored():
     steps.discard()
     assert shared.tolist() == [1, 1]
     assert not steps.step.is_damaged
+
+
+# ---- options and schedulers that train_batch changes before a failure
+
+
+class Deciding(TrainingOperator):
+    """Changes options of all forms, and steps its scheduler. Then a step can fail once."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+        optimizer.param_groups[0]["own"] = [1.0]
+        self.rate = optimizer.param_groups[0]["lr"]
+        schedulers = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, n) for n in (1, 3)]
+        self.model, self.optimizer, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            schedulers=torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, [2]),
+        )
+        self.register_data(train_loader=[(torch.ones(4, 2),)] * 4)
+
+    def train_batch(self, batch, batch_info):
+        (group,) = self.optimizer.param_groups
+        group["own"][0] *= 0.5
+        group["betas"] = group["betas"][0] * 0.5, 0.9
+        group[f"step {batch_info['global_step']}"] = True
+        self.scheduler.step()
+        self.rate.mul_(0.75)
+        if batch_info["global_step"] == self.config.get("fails_at"):
+            raise ValueError(f"bad batch {self.config.pop('fails_at')}")
+        self.backward(self.model(*batch).mean())
+        self.optimizer_step(self.optimizer)
+        return {}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # before the first step
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_failed_step_restores_options_and_schedulers(fails_at):
+    states = []
+    for config in ({}, {"fails_at": fails_at}):
+        with local(Deciding, config, scheduler_step_freq="manual") as trainer:
+            if config:
+                with pytest.raises(ValueError, match=f"bad batch {fails_at}"):
+                    trainer.train()
+            trainer.train()
+            operator, state = trainer.get_local_operator(), trainer.state_dict()
+            assert operator.optimizer.param_groups[0]["lr"] is operator.rate
+            states.append(str([state[name] for name in ("models", "optimizers", "schedulers")]))
+    assert states[0] == states[1]
 
 
 # ---- buffers, which a forward pass changes even if its step fails
