@@ -12,7 +12,7 @@ import torch
 from raysgd._internal.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, values_of
 from raysgd.torch import TrainingOperator
-from raysgd.torch.interop.logged_metrics import MergedStates, copy_without_sync, nested_metrics
+from raysgd.torch.interop.torchmetrics import MergedStates, copy_without_sync, nested_metrics
 from raysgd.torch.precision import to_full_precision
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from raysgd.data import Dataset
 from raysgd.driver.dispatcher import Dispatcher, FitArguments
 from raysgd.driver.fit import FitLoop
 from raysgd.driver.properties import TrainerProperties
-from raysgd.driver.state import StateTransfer
+from raysgd.driver.state_transfer import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.errors import CallbackError
 from raysgd.loop.options import Options

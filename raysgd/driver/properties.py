@@ -6,7 +6,7 @@ from typing import Any
 from raysgd._internal.forwarding import forward_to
 from raysgd.callbacks.base import LastCall
 from raysgd.driver.dispatcher import Dispatcher
-from raysgd.driver.state import StateTransfer
+from raysgd.driver.state_transfer import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.speed import SpeedReport

@@ -31,7 +31,7 @@ from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, LostWorkers
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
-from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.snapshot_keeper import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
 from raysgd.elastic.supervisor import Supervisor
 from raysgd.elastic.worker_starter import WorkerStarter

@@ -28,7 +28,7 @@ from raysgd.elastic.group_rpc import (
     LostWorkers,
 )
 from raysgd.elastic.share_balancer import ShareBalancer
-from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.snapshot_keeper import SnapshotKeeper
 from raysgd.elastic.worker_starter import WorkerStarter
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 

@@ -28,7 +28,7 @@ from raysgd.elastic.group_rpc import (
 from raysgd.elastic.policies import choose_pause_step, newest_progress
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
-from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.snapshot_keeper import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
 from raysgd.elastic.worker_starter import WorkerStarter
 from raysgd.errors import CollectiveError

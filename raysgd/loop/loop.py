@@ -35,7 +35,7 @@ from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import CallbackPause, TrainRequest
 from raysgd.loop.segment import Segment
-from raysgd.loop.snapshots import SnapshotTaker
+from raysgd.loop.snapshot_taker import SnapshotTaker
 from raysgd.loop.sources import empty_loader_error
 from raysgd.loop.state_access import StateAccess
 from raysgd.loop.update import WarmedUp

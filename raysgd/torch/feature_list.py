@@ -41,7 +41,7 @@ def features_of(
     yield registered.precision  # autocast, and the scale of losses
     yield registered.exchange  # averages of gradients; equal models
     yield own.optimization  # from losses to updates
-    yield registered.frozen  # which states can leave out
+    yield registered.baseline  # which states can leave out
     yield own.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
         yield BadStepFilter(registered, options.bad_steps)  # updates that are not applied

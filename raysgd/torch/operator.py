@@ -352,7 +352,7 @@ class TrainingOperator(OperatorBase):
         for model in self._train_state.registered.models:
             model.train(training)
         if training:
-            self._train_state.registered.frozen.restore_modes()
+            self._train_state.registered.baseline.restore_modes()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for mixed precision in the forward pass and the loss."""

@@ -7,9 +7,9 @@ import torch
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
-from raysgd.torch.features.frozen_parameters import FrozenParameters
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.rollback import BufferCopies
+from raysgd.torch.features.setup_baseline import SetupBaseline
 from raysgd.torch.input.sources import TorchSources
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.precision import PRECISIONS
@@ -46,7 +46,7 @@ class RegisteredObjects:
         self.placement = StatePlacement()
         self.exchange = GradientExchange()
         self.accumulation_steps = 1
-        self.frozen = FrozenParameters([], self.collectives)
+        self.baseline = SetupBaseline([], self.collectives)
         self.buffer_copies = BufferCopies([], self.collectives)
         self.criteria: list[Any] = []
 

@@ -13,8 +13,8 @@ import torch
 from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
-from raysgd.torch.features.frozen_parameters import FrozenParameters
 from raysgd.torch.features.rollback import BufferCopies
+from raysgd.torch.features.setup_baseline import SetupBaseline
 from raysgd.torch.register_checks import (
     as_criteria,
     as_registered,
@@ -73,7 +73,7 @@ def register(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
     registered.models = precision.prepare(registered.models, registered.optimizers, apex_args)
-    registered.frozen = FrozenParameters(registered.models, registered.collectives)
+    registered.baseline = SetupBaseline(registered.models, registered.collectives)
     registered.exchange.wrap(ddp_args, horovod_args)
     registered.buffer_copies = BufferCopies(registered.models, registered.collectives)
     train_state.set_features(list(features_of(registered, features, max_grad_norm)))

@@ -12,7 +12,7 @@ from raysgd._internal.nested import load_or_restore
 from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess, check_objects
-from raysgd.torch.features.frozen_parameters import FROZEN_KEY
+from raysgd.torch.features.setup_baseline import FROZEN_KEY
 from raysgd.torch.object_states import (
     load_optimizer,
     load_scheduler,
@@ -40,7 +40,7 @@ class TorchStateAccess(StateAccess):
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
         self._registered = train_state.registered
-        self._frozen = self._registered.frozen
+        self._baseline = self._registered.baseline
         self._initially_trained = list(map(grad_flags, self._models))
         """By model and name, whether ``setup`` has left a parameter trainable."""
 
@@ -63,7 +63,7 @@ class TorchStateAccess(StateAccess):
         state["parameters"] = list(map(self._names_and_shapes, self._registered.optimizers))
         if frozen:
             return state
-        state = self._frozen.remove_unchanged(state)
+        state = self._baseline.remove_unchanged(state)
         removed = state.get(FROZEN_KEY, itertools.repeat(()))
         for index, (model, names) in enumerate(zip(self._models, removed, strict=False)):
             for name, parameter in model.named_parameters():
@@ -72,10 +72,10 @@ class TorchStateAccess(StateAccess):
         return state
 
     def read_for_workers(self) -> dict[str, Any]:
-        return self._frozen.remove_unchanged(self.read(), for_workers=True)
+        return self._baseline.remove_unchanged(self.read(), for_workers=True)
 
     def check(self, state: dict[str, Any]) -> None:
-        state = self._frozen.complete(state)
+        state = self._baseline.complete(state)
         for name, objects, saved in self._objects_and_states(state):
             check_objects(name, objects, saved, state_problem)
         if "parameters" in state:  # older files lack it
@@ -136,7 +136,7 @@ class TorchStateAccess(StateAccess):
         group = self._registered.collectives
         # Do not read a large state if no other worker can have it.
         if group.any_rank(follows and not train_state.lacks_state):
-            state = self._frozen.remove_unchanged(self.read())
+            state = self._baseline.remove_unchanged(self.read())
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
@@ -144,7 +144,7 @@ class TorchStateAccess(StateAccess):
             expected = group.broadcast(lambda: digest, leader_rank)
             lacks = follows and digest != expected
         if group.any_rank(lacks):
-            self._frozen.sync_initial_state(leader_rank)
+            self._baseline.sync_initial_state(leader_rank)
             state = group.broadcast(self.read_for_workers, leader_rank, wanted=lacks)
         # Receive shards last: they are valid from then on. Apply in the order of hooks.
         features = reversed(self._registered.features)

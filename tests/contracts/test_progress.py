@@ -10,7 +10,7 @@ DRIVER = re.compile(
 )
 READERS = dict.fromkeys(Progress._fields, "elastic/") | {
     "bar": "elastic/supervisor.py",
-    "snapshot": "elastic/snapshots.py",
+    "snapshot": "elastic/snapshot_keeper.py",
     "updates": "driver/",
 }
 

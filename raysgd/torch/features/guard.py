@@ -167,7 +167,7 @@ class ReplicaGuard(UpdateFeature):
         for kind, name, value in self._contents.contents(in_step, is_new):
             is_frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad
             if is_frozen and self._is_due:
-                options.append((name, self._registered.frozen.digest_of(value)))
+                options.append((name, self._registered.baseline.digest_of(value)))
             elif isinstance(value, torch.Tensor):
                 is_large = one_in > 1 and value.numel() > _SMALL
                 if is_large and is_readable(value) and value.is_contiguous():

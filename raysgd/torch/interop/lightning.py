@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES, merge_segments
 from raysgd.torch.interop.lightning_trainer import TrainerStandIn
-from raysgd.torch.interop.logged_metrics import compute_logged
+from raysgd.torch.interop.torchmetrics import compute_logged
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 
 from raysgd._internal.forwarding import forward_to
 from raysgd.metrics import Sums, ratio
-from raysgd.torch.interop.logged_metrics import REDUCTIONS, MergedStates, Reduced, copy_without_sync
+from raysgd.torch.interop.torchmetrics import REDUCTIONS, MergedStates, Reduced, copy_without_sync
 
 
 class TrainerStandIn:

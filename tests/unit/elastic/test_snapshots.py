@@ -15,7 +15,7 @@ from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerLocation
 from raysgd.comm.connection import Address
 from raysgd.elastic.group_rpc import GroupRpc
-from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.snapshot_keeper import SnapshotKeeper
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from tests.conftest import wait_until
 from tests.unit.recorder import runner_with_snapshots

@@ -12,7 +12,7 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
-from raysgd.loop.snapshots import SnapshotTaker, _num_bytes
+from raysgd.loop.snapshot_taker import SnapshotTaker, _num_bytes
 from raysgd.loop.state import check_state, read_state
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.torch.tensors import copy_leaf
@@ -183,8 +183,8 @@ def timed(monkeypatch):
 
     Copying takes one second, and sending three. The expected cost is 1.7 seconds.
     """
-    monkeypatch.setattr("raysgd.loop.snapshots._SMALL_BYTES", 0)
-    monkeypatch.setattr("raysgd.loop.snapshots._S_PER_BYTE", 0.01)
+    monkeypatch.setattr("raysgd.loop.snapshot_taker._SMALL_BYTES", 0)
+    monkeypatch.setattr("raysgd.loop.snapshot_taker._S_PER_BYTE", 0.01)
     runner = runner_with_snapshots("auto")
     snapshots = runner._loop.snapshots
     clock = snapshots.clock = Clock()

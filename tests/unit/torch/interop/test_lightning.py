@@ -12,7 +12,7 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
-from raysgd.torch.interop.logged_metrics import MergedStates, copy_without_sync
+from raysgd.torch.interop.torchmetrics import MergedStates, copy_without_sync
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
 from tests.fidelity import flat

@@ -20,7 +20,7 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.checkpoint.shards import merge_shards
 from raysgd.cluster import large_values, serialization
-from raysgd.elastic.snapshots import collect_shards
+from raysgd.elastic.snapshot_keeper import collect_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update

@@ -24,7 +24,7 @@ from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.driver.dispatcher import Dispatcher
 from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.policies import may_have_only_copy
-from raysgd.elastic.snapshots import collect_shards
+from raysgd.elastic.snapshot_keeper import collect_shards
 from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
