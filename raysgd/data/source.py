@@ -5,7 +5,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from raysgd._internal.collectives import Collectives
@@ -63,6 +63,16 @@ def _parts_of(loader: Any) -> list[Any]:
     return [loader, *own, *(getattr(each, "sampler", None) for each in own[1:])]
 
 
+@dataclass(slots=True, eq=False)
+class ReadBatch:
+    """A batch of `BatchSource.read`, and what the source knows of it."""
+
+    content: Any
+    num_collated: int | None = None  # samples that the loader joined in it, if known
+    turn: int | None = None  # of the group since `read`; None: as many as this worker
+    plan: UpdatePlan | None = None  # of its step, if `BatchSource.plan` cannot know the sizes
+
+
 class BatchSource:
     """A worker's view of a loader. This class does not partition it; subclasses do.
 
@@ -79,9 +89,7 @@ class BatchSource:
     epoch_samples = 0  # samples of an epoch of all workers, or 0 if unknown
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     _agreed_epoch: int | None = None  # the newest of `agree_on_order`
-    num_collated: int | None = None  # samples that the loader joined in the newest batch, if known
-    steps_read: int | None = None  # by the group since `batches`; None: as many as this worker
-    turn: int | None = None  # of the group, of the newest batch; None: as many as this worker
+    steps_read: int | None = None  # by the group since `read`; None: as many as this worker
     update_digest = 0  # of the samples up to the newest step, if workers compare it in updates
     # For messages: the kind of the data, who reads the samples, and how one worker could read each.
     data_kind = "unpartitioned data"
@@ -103,7 +111,7 @@ class BatchSource:
         self._has_length = has_length and length_of(loader) is not None
         self._iteration: Any = None  # the newest over the loader, until `end_processes`
         self._stopped_at: tuple[int, int] | None = None  # epoch and offset, if it can continue
-        self.unread: Iterator[Any] | None = None  # the rest of an epoch, for the next segment
+        self.unread: Iterator[ReadBatch] | None = None  # the rest of an epoch, for the next segment
         self._saved: Mapping[str, Any] = {}  # the newest `resume_info` that was loaded
 
     def __len__(self) -> int:
@@ -122,7 +130,7 @@ class BatchSource:
 
     # ---- reading, also by the next segment of an epoch
 
-    def give_back(self, batches: Iterable[Any]) -> None:
+    def give_back(self, batches: Iterable[ReadBatch]) -> None:
         """Read batches again. A partitioned source reads them by their offset."""
         if self.is_partitioned:
             self.discard_unread()
@@ -133,6 +141,10 @@ class BatchSource:
         self.unread = None
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+        """Iterate over the contents of `read`, for user code."""
+        return (each.content for each in self.read(epoch, offset, num_steps))
+
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
         """Iterate over this worker's batches of `epoch` from `offset`.
 
         An unpartitioned loader reads and skips the batches before `offset`.
@@ -142,7 +154,7 @@ class BatchSource:
             iterator = self._iteration = iterate_once(set_loader_epoch(self.loader, epoch))
             for _ in itertools.islice(iterator, offset):
                 pass
-        yield from itertools.islice(iterator, num_steps)
+        yield from map(ReadBatch, itertools.islice(iterator, num_steps))
         if num_steps is None:
             return
         if self.steps_left(offset + num_steps) == 0:
@@ -150,10 +162,7 @@ class BatchSource:
         self._stopped_at = epoch, offset + num_steps
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
-        """Return this worker's micro-batches in an update of `num_steps` steps.
-
-        Call this after reading the first batch.
-        """
+        """Return this worker's micro-batches in an update of `num_steps` steps."""
         return UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(num_steps)))
 
     def steps_left(self, offset: int) -> int | None:
@@ -219,7 +228,7 @@ class BatchSource:
     # ---- agreement between the workers
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
-        """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
+        """Make all workers use one order of an epoch. Every rank calls it before `read`."""
         begins, self._agreed_epoch = not offset or epoch != self._agreed_epoch, epoch
         set_loader_epoch(self.loader, epoch if begins else None)  # the length may depend on it
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import check_rows, describe, preserving
-from raysgd.data.source import BatchSource
+from raysgd.data.source import BatchSource, ReadBatch
 from raysgd.loop.call_record import CallRecord
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import OperatorBase, as_metrics
@@ -82,9 +81,9 @@ class Evaluation:
         self, source: BatchSource, offset: int = 0, limit: int | None = None
     ) -> Iterator[_EvaluationBatches]:
         """Return a context for evaluating batches of a source, with these batches."""
-        train_state, read = self._train_state, source.batches(0, offset, limit)
+        train_state, read = self._train_state, source.read(0, offset, limit)
         train_state.check_undamaged()
-        self.batches = batches = _EvaluationBatches(source, read, self._control, limit)
+        self.batches = batches = _EvaluationBatches(read, self._control, limit)
         train_state.meters = None
         try:
             # A worker that has fewer batches may have to wait at the end of the context.
@@ -125,11 +124,10 @@ class Evaluation:
         context, predictions = train_state.context, []
         with self._reading(source) as batches, operator._eval_mode():
             for index, batch in enumerate(batches):
-                turn = index if source.turn is None else source.turn
                 info = operator._batch_info(None, index, iterator=batches)
                 output = operator.predict_batch(batch, info)
                 check_rows(output, info[NUM_SAMPLES], train_state.num_rows(batch))
-                key = turn * context.world_size + context.world_rank
+                key = batches.turn * context.world_size + context.world_rank
                 predictions.append((key, train_state.to_cpu(output)))
         source.end_processes()
         return predictions
@@ -153,15 +151,14 @@ class Evaluation:
 class _EvaluationBatches(Iterator[Any]):
     """An iterator that counts its batches and can be interrupted."""
 
-    source: BatchSource
-    batches: Iterator[Any]
+    reads: Iterator[ReadBatch]
     control: LoopControl
     total_steps: int | None = None  # None if unknown
     num_finished_steps: int = 0
+    turn: int = 0  # of the group, of the newest batch
     is_exhausted: bool = False
     batch: Any = None
-
-    num_collated = forward_to("source.num_collated", "Samples of the newest batch, if known.")
+    num_collated: int | None = None  # its samples, if known
 
     def describe_position(self) -> str:
         """Return the number of the batch that the loop evaluates, and the batch, as text."""
@@ -173,9 +170,11 @@ class _EvaluationBatches(Iterator[Any]):
         self.control.raise_if_interrupted()
         self.batch = None
         try:
-            self.batch = self.control.next_batch(self.batches)
+            read: ReadBatch = self.control.next_batch(self.reads)
         except StopIteration:
             self.is_exhausted = True
             raise
+        self.batch, self.num_collated = read.content, read.num_collated
+        self.turn = self.num_finished_steps if read.turn is None else read.turn
         self.num_finished_steps += 1
         return self.batch

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from raysgd.data.partition import MicroBatch
+from raysgd.data.source import ReadBatch
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.options import WorkerSettings
 from raysgd.loop.update import Update
@@ -54,11 +55,9 @@ class MicroBatching(UpdateFeature):
                 self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
-    def split_batch(
-        self, batch: Any, micro_batch: MicroBatch, num_collated: int | None, may_split: bool
-    ) -> SplitBatch:
-        """Return the micro-batches of a batch of `num_collated` samples. The default is one."""
-        return [(batch, micro_batch)]
+    def split_batch(self, read: ReadBatch, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
+        """Return the micro-batches of a batch. The default is one."""
+        return [(read.content, micro_batch)]
 
     def choose_split(self, error: BaseException, batch: Any, may_split: bool) -> int:
         """Return the number of micro-batches per batch after an error, or 0 to raise the error.

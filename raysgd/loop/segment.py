@@ -12,12 +12,10 @@ from typing import Any
 from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
-from raysgd.data.source import BatchSource
+from raysgd.data.source import BatchSource, ReadBatch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.sources import empty_loader_error
 from raysgd.loop.train_state import TrainState
-
-_NO_BATCH = object()
 
 
 @dataclass(eq=False, repr=False)
@@ -32,7 +30,7 @@ class Segment(Iterator[Any]):
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source if memory ran out.
 
-    The way of a batch: `BatchSource.batches` of the loader, `_prefetch`, `_draw_batch` with the
+    The way of a batch: `BatchSource.read` of the loader, `_prefetch`, `_draw_batch` with the
     plan, `MicroBatching.split_batch`, `TrainState.begin_micro_batch`, and ``train_batch``, whose
     part is in `Update`. After the next request: `commit_if_done`, and `TrainState.commit`.
 
@@ -66,10 +64,11 @@ class Segment(Iterator[Any]):
         self._is_exhausted = False  # some rank has no more batches in the epoch
         self._started = time.perf_counter()
         self.batch: Any = None  # the newest batch of the update
+        self.num_collated: int | None = None  # its samples, if this worker trains all of them
         # Batches of the update, until the commit. None: a partitioned source can read it again.
-        self._drawn: list[Any] = []
+        self._drawn: list[ReadBatch | None] = []
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()  # not yet yielded
-        self._prefetched: Any = _NO_BATCH  # a batch of the source, until an update has it
+        self._prefetched: ReadBatch | None = None  # until an update has it
 
     def __next__(self) -> Any:
         self.was_read = True
@@ -104,7 +103,7 @@ class Segment(Iterator[Any]):
 
     def _draw_batch(self) -> None:
         """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
-        can_read = self._prefetched is _NO_BATCH and not self.has_loader_failed
+        can_read = self._prefetched is None and not self.has_loader_failed
         if can_read and not self._drawn:  # another update, unless the segment ends
             is_over = self._is_exhausted or self.num_committed == self.total_steps
             pause_step = min(self.pause_step, self._control.driver_pause_step)
@@ -112,42 +111,44 @@ class Segment(Iterator[Any]):
             can_read = not (is_over or self.has_paused)
         if can_read:
             self._prefetch()
-        if self._prefetched is _NO_BATCH:
+        if (read := self._prefetched) is None:
             raise StopIteration
-        batch, self._prefetched = self._prefetched, _NO_BATCH
-        self._drawn.append(None if self.source.is_partitioned else batch)
+        self._prefetched = None
+        self._drawn.append(None if self.source.is_partitioned else read)
         number, train_state = len(self._drawn), self._train_state
         if number == 1:  # the first batch plans the whole update
             num_steps = train_state.accumulation_steps
             if self.total_steps is not None:
                 num_steps = min(num_steps, self.total_steps - self.num_committed)
-            self._update.begin(self.source.plan(self._position.offset, num_steps))
+            plan = read.plan or self.source.plan(self._position.offset, num_steps)
+            self._update.begin(plan)
         planned = self._update.plan.micro_batches
-        if number < len(planned) and not self.source.is_partitioned:
+        if not self.source.is_partitioned and number < len(planned):
             self._prefetch()  # the loader may end before its claimed length
-        self.batch = batch
-        arguments = batch, planned[number - 1], self.source.num_collated, self.may_split
-        self._micro_batches.extend(train_state.micro_batching.split_batch(*arguments))
+        micro_batch, splitting = planned[number - 1], train_state.micro_batching
+        trains_all = splitting.num_splits == 1 and not micro_batch.is_repeated
+        self.batch, self.num_collated = read.content, read.num_collated if trains_all else None
+        self._micro_batches.extend(splitting.split_batch(read, micro_batch, self.may_split))
 
     def _prefetch(self) -> None:
         """Prefetch a batch, unless any rank has no more batches."""
         timing = self._train_state.timing
         timing.begin(DATA)
         try:
-            self._prefetched = self._control.next_batch(self._batches, _NO_BATCH)
+            self._prefetched = self._control.next_batch(self._batches, None)
         except BaseException:
             self.has_loader_failed = True
             raise
         timing.begin(OTHER)
-        has_batch, collectives = self._prefetched is not _NO_BATCH, self._train_state.collectives
+        has_batch, collectives = self._prefetched is not None, self._train_state.collectives
         if not (has_batch or self.start_offset or self.num_committed or self._drawn):
             raise empty_loader_error("train", self.source)
         # `_prefetched` keeps the batch if a worker is lost during this collective.
         if self._compares_samples:
             self.source.check_same_samples(collectives)
         elif self._agrees and not collectives.all_reduce_min(int(has_batch))[0]:
-            self._prefetched = _NO_BATCH
-        if self._prefetched is _NO_BATCH:
+            self._prefetched = None
+        if self._prefetched is None:
             self._is_exhausted = True
             context, taken = self._train_state.context, self.num_committed + len(self._drawn)
             if self.steps_left is not None and context.world_size > 1:
@@ -158,12 +159,12 @@ class Segment(Iterator[Any]):
                 )
 
     @functools.cached_property
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[ReadBatch]:
         """The batches of the source, from the time when `allow_split` can no longer be called."""
         position, source = self._position, self.source
         source.change_partition(may_split=self.may_split)
         if source.unread is None:
-            source.unread = source.batches(position.epoch, position.offset, self.read_limit)
+            source.unread = source.read(position.epoch, position.offset, self.read_limit)
         return source.unread
 
     def finish(self) -> None:
@@ -184,8 +185,8 @@ class Segment(Iterator[Any]):
             self._train_state.settings.warn_once("late", text)
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
-            rest = self._control.next_batch(self._batches, _NO_BATCH)
-            if rest is not _NO_BATCH and self.source.steps_left(self._position.offset) == 0:
+            rest = self._control.next_batch(self._batches, None)
+            if rest is not None and self.source.steps_left(self._position.offset) == 0:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
                 self._train_state.settings.warn_once("length", text, self.source.describe())
 
@@ -193,7 +194,7 @@ class Segment(Iterator[Any]):
         """Undo the update in progress, unless it counts. The source gives its batches again."""
         with contextlib.suppress(Exception):  # the error of the loop is raised
             self.commit_if_done(raised=True)
-        again = [batch for batch in (*self._drawn, self._prefetched) if batch is not _NO_BATCH]
+        again = [read for read in (*self._drawn, self._prefetched) if read is not None]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
@@ -223,13 +224,6 @@ class Segment(Iterator[Any]):
         """Mean seconds per step so far. 0 before the first step is done."""
         done = self.num_finished_steps
         return (time.perf_counter() - self._started) / done if done else 0.0
-
-    @property
-    def num_collated(self) -> int | None:
-        """Samples of the newest batch, if they are known and this worker trains all of them."""
-        is_split = self._train_state.micro_batching.num_splits > 1
-        trains_all = not (self._update.micro_batch.is_repeated or is_split)
-        return self.source.num_collated if trains_all else None
 
     def describe_position(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import describe
-from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, UpdatePlan, part_bounds
-from raysgd.data.source import BatchSource, PartitionedSource
+from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, part_bounds
+from raysgd.data.source import BatchSource, PartitionedSource, ReadBatch
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
 
@@ -120,15 +120,16 @@ class ArraySource(PartitionedSource):
         )
         self._shuffle, self._seed = shuffle and training, seed
 
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
         order = np.arange(self._partition.epoch_size)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
         for start, stop in self._partition.spans(offset, num_steps):
             rows = order[start:stop]
-            yield tf.nest.map_structure(
+            batch = tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
             )
+            yield ReadBatch(batch)
 
     def batch_spec(self) -> Any:
         return tf.nest.map_structure(
@@ -185,7 +186,6 @@ class DatasetSource(PartitionedSource):
             **partition_arguments,
         )
         self._layout, self._training, self._splits_batches = layout, training, splits_batches
-        self._newest_plan = UpdatePlan()
         self._num_begun = 0
 
     def __len__(self) -> int:
@@ -195,7 +195,8 @@ class DatasetSource(PartitionedSource):
 
     def __iter__(self) -> Iterator[Any]:
         iteration = self._iterate(self._num_begun + 1, epoch=-1)  # not in any epoch
-        return self._copy_for_user()._own_batches(iteration, 0)
+        reads = self._copy_for_user()._own_batches(iteration, 0)
+        return (each.content for each in reads)
 
     def batching(self) -> None:
         return None
@@ -204,11 +205,7 @@ class DatasetSource(PartitionedSource):
         """Make all workers use one order, because some may have started more iterations."""
         self._iterate(-collectives.all_reduce_min(-self._next_order(epoch, offset))[0], epoch)
 
-    def plan(self, offset: int, num_steps: int) -> UpdatePlan:
-        """Return the plan of the step that was read last, because only its batches have sizes."""
-        return self._newest_plan
-
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
         A data set may shuffle differently in each iteration, so the current iteration continues if
@@ -237,7 +234,7 @@ class DatasetSource(PartitionedSource):
 
     def _own_batches(
         self, iteration: _Iteration, offset: int, stop: int | None = None
-    ) -> Iterator[Any]:
+    ) -> Iterator[ReadBatch]:
         gives_whole_batches = not self._training and not self._splits_batches
         partition, self.steps_read = self._partition, 0
         size = partition.world_size if gives_whole_batches else partition.step_size
@@ -254,16 +251,16 @@ class DatasetSource(PartitionedSource):
                 )
             if not drawn:
                 return
-            self.turn, self.steps_read = self.steps_read, self.steps_read + 1
+            turn, self.steps_read = self.steps_read, self.steps_read + 1
             offset += len(drawn)
             if self._training:
                 yield from self._own_micro_batches(drawn)
             elif gives_whole_batches:
-                yield from drawn[partition.rank : partition.rank + 1]
+                yield from map(ReadBatch, drawn[partition.rank : partition.rank + 1])
             elif (own := self._own_batch(drawn)) is not None:
-                yield own
+                yield ReadBatch(own, turn=turn)
 
-    def _own_micro_batches(self, drawn: list[Any]) -> Iterator[Any]:
+    def _own_micro_batches(self, drawn: list[Any]) -> Iterator[ReadBatch]:
         """Yield this worker's batch of a step, in micro-batches if it is large."""
         partition, sizes = self._partition, [_num_rows(batch) for batch in drawn]
         batch_size = max(sizes)
@@ -273,10 +270,11 @@ class DatasetSource(PartitionedSource):
         may_split = partition.may_split and self._layout.keeps_step_size
         # This partition by samples only plans the step, and the size of its epoch does not matter.
         by_samples = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
-        self._newest_plan = by_samples.plan((sum(sizes),))
-        own, number = self._own_batch(drawn), len(self._newest_plan.micro_batches)
+        plan = by_samples.plan((sum(sizes),))
+        own, number = self._own_batch(drawn), len(plan.micro_batches)
         for index in range(number):
-            yield own if number == 1 else _slice_rows(own, number, index)
+            part = own if number == 1 else _slice_rows(own, number, index)
+            yield ReadBatch(part, plan=plan)
 
     def _own_batch(self, drawn: list[Any]) -> Any:
         partition = self._partition

@@ -11,6 +11,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd.data.partition import MicroBatch, part_bounds
+from raysgd.data.source import ReadBatch
 from raysgd.loop.micro_batching import MicroBatching, SplitBatch
 from raysgd.loop.update import Update
 from raysgd.torch.input.batches import map_batch
@@ -44,12 +45,11 @@ class TorchMicroBatching(MicroBatching):
         """Minimum number of samples. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
-    def split_batch(
-        self, batch: Any, micro_batch: MicroBatch, num_collated: int | None, may_split: bool
-    ) -> SplitBatch:
+    def split_batch(self, read: ReadBatch, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
+        batch = read.content
         unsplit = [(copy_containers(batch), micro_batch)]
-        self._num_samples = num_collated or micro_batch.num_samples or 0
+        self._num_samples = read.num_collated or micro_batch.num_samples or 0
         if self.num_splits == 1 or not (may_split and self._settings.options.split_on_oom):
             return unsplit
         rows = num_rows(batch, self._num_samples)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from raysgd.data.partition import UpdatePlan
-from raysgd.data.source import PartitionedSource, length_of, set_loader_epoch
+from raysgd.data.source import PartitionedSource, ReadBatch, length_of, set_loader_epoch
 from raysgd.data.stream import GroupedStream, NumberedSamples, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.input.stream_reading import (
@@ -67,7 +67,7 @@ class SequentialSource(PartitionedSource):
 
     # ---- batches
 
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
         self._seek(epoch, offset)
         partition, first, self.steps_read = self._partition, offset, 0
         end = sys.maxsize if num_steps is None else offset + num_steps * partition.step_size
@@ -81,7 +81,8 @@ class SequentialSource(PartitionedSource):
                 return
             self.steps_read = -(-(offset + size - first) // partition.step_size)
             for start, stop in step.spans():
-                yield self._batch(offset + start, offset + stop)
+                num_collated = stop - start if self._collates else None
+                yield ReadBatch(self._batch(offset + start, offset + stop), num_collated)
             offset += size
             if not partition.training:
                 self._buffer.trim(offset)
@@ -91,9 +92,7 @@ class SequentialSource(PartitionedSource):
     def _batch(self, start: int, stop: int) -> Any:
         samples = self._buffer.samples(start, stop)
         if not self._collates:
-            self.num_collated = None
             return samples[0]
-        self.num_collated = stop - start
         batch = self.loader.collate_fn(samples)
         if self.loader.pin_memory and torch.cuda.is_available():
             return map_batch(

@@ -26,6 +26,7 @@ from raysgd.data.records import Records
 from raysgd.data.source import (
     BatchSource,
     PartitionedSource,
+    ReadBatch,
     is_read_once,
     length_of,
     set_loader_epoch,
@@ -153,7 +154,7 @@ class MapStyleSource(PartitionedSource):
         copied._kept_loader, copied.epoch_order = None, copy.copy(self.epoch_order)
         return copied
 
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
         order = self._order_of(epoch, offset)  # first, because the length may depend on the epoch
         partition = self._partition = self.partition
         if offset:
@@ -187,7 +188,7 @@ class MapStyleSource(PartitionedSource):
 
     def _yield_batches(
         self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
-    ) -> Iterator[Any]:
+    ) -> Iterator[ReadBatch]:
         """Yield the batches that a loader has for `spans`. Raise an error if it has too few."""
         for number, (start, stop) in enumerate(spans):
             if (batch := next(batches, _MISSING)) is _MISSING:
@@ -196,12 +197,12 @@ class MapStyleSource(PartitionedSource):
                     f"The loader ended after {number} of {expected} batches. Its data set must not "
                     "raise StopIteration."
                 )
-            self.num_collated = stop - start if self._collates else None
+            num_collated = stop - start if self._collates else None
             if self._assigns_batches:
-                self.num_collated = sum(map(len, pick_keys(order, start, stop)))
+                num_collated = sum(map(len, pick_keys(order, start, stop)))
             if self._partition.layout.has_fixed_parts:
                 seed_all(self._seed, epoch, start)  # for user code
-            yield batch
+            yield ReadBatch(batch, num_collated)
         next(batches, None)  # ends the loader's processes
 
     def indices(self, epoch: int) -> Iterator[Any]:

@@ -49,7 +49,7 @@ def make_steps(
 
 def rest_after_error(steps):
     steps.end_after_error()
-    return list(steps.source.unread or steps.source.batches(0, 0))
+    return [each.content for each in steps.source.unread or steps.source.read(0, 0)]
 
 
 def reading(size, fetched):

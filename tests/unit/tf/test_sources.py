@@ -60,7 +60,7 @@ def test_parts_of_a_step_follow_the_shares(splits):
         total = len(left) + len(right)
         assert total in (size, 8)
         assert (len(left), len(right)) == (total * 3 // 4, total // 4)
-    plans = [source.plan(0, 1) for source in pair]
+    plans = [next(source.read(0, 0)).plan for source in pair]
     assert [plan.num_samples / plan.total_samples for plan in plans] == [0.75, 0.25]
     assert sorted(x for source in pair for batch in drawn(source) for x in batch) == list(range(40))
 
@@ -98,7 +98,7 @@ def test_results_for_parts_of_uneven_batches_keep_their_order():
     for rank in range(2):
         place = {"training": False, "world_size": 2, "rank": rank, "splits_batches": True}
         source = DatasetSource(tf.data.Dataset.from_tensor_slices(rows), **place)
-        found += [(source.turn, rank, x) for batch in source.batches(0, 0) for x in batch.numpy()]
+        found += [(r.turn, rank, x) for r in source.read(0, 0) for x in r.content.numpy()]
     assert [x for _, _, x in sorted(found)] == [*range(9)]
 
 
