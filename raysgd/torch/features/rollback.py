@@ -57,9 +57,10 @@ class Rollback(UpdateFeature):
         if (changes_early := self._changes_early) is None:
             on_cpu = not any(parameter.is_cuda for parameter in self._parameters)
             changes_early = self._has_bad_steps or (update.is_split and on_cpu)
-        self._backups = []  # release their memory first
+        memory, self._backups = [backup.copies for backup in self._backups], []
         if update.optimizer_steps.need_copies or changes_early:
-            self._backups = [OptimizerCopies(each, has_state=True) for each in self._optimizers]
+            pairs = itertools.zip_longest(self._optimizers, memory, fillvalue=())
+            self._backups = [OptimizerCopies(each, True, copies) for each, copies in pairs]
         self._versions = TensorVersions(lambda: self._parameters)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
@@ -97,9 +98,14 @@ class Rollback(UpdateFeature):
 
 
 class OptimizerCopies:
-    """Copies of the options of one optimizer, and if asked, of its parameters and state."""
+    """Copies of the options of one optimizer, and if asked, of its parameters and state.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, has_state: bool = False) -> None:
+    They use the `memory` of earlier copies, because a CPU zeroes new pages of large tensors.
+    """
+
+    def __init__(
+        self, optimizer: Any, has_state: bool = False, memory: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._optimizer, state = optimizer, optimizer.state
         parameters = parameters_of(optimizer) if has_state else []
         # A frozen parameter with state may be trained later in the step.
@@ -111,7 +117,7 @@ class OptimizerCopies:
             for name in group:
                 if type(group[name]) not in _PLAIN and name not in ("params", "param_names"):
                     group[name] = map_leaves(group[name], self._keep)
-        self._copies = _copies_of(self._tensors) if self._tensors else []
+        self.copies = _copies_of(self._tensors, memory) if self._tensors else []
 
     def _keep(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -120,7 +126,7 @@ class OptimizerCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        copy_all(zip(self._tensors, self._copies, strict=True))
+        copy_all(zip(self._tensors, self.copies, strict=True))
         if self._state is not None:
             self._optimizer.state.clear()
             self._optimizer.state.update(self._state)
@@ -210,8 +216,18 @@ def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) 
 
 
 @torch.no_grad()
-def _copies_of(tensors: Iterable[torch.Tensor | None]) -> list[Any]:
-    """Return copies of tensors. On a GPU, one kernel copies many."""
-    pairs = [(None, None) if t is None else (torch.empty_like(t), t) for t in tensors]
+def _copies_of(
+    tensors: Iterable[torch.Tensor | None], memory: Iterable[torch.Tensor] = ()
+) -> list[Any]:
+    """Return copies of tensors, in `memory` where it fits. On a GPU, one kernel copies many."""
+    rows = zip(tensors, itertools.chain(memory, itertools.repeat(None)), strict=False)
+    pairs: list[tuple[Any, Any]] = [(t if t is None else _memory_for(t, old), t) for t, old in rows]
     copy_all(pair for pair in pairs if pair[0] is not None)
     return [copied for copied, _ in pairs]
+
+
+def _memory_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    if old is None or tensor.layout is not torch.strided or old.shape != tensor.shape:
+        return torch.empty_like(tensor)
+    is_alike = (old.dtype, old.device) == (tensor.dtype, tensor.device)
+    return old if is_alike else torch.empty_like(tensor)

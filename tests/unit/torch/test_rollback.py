@@ -87,7 +87,9 @@ def test_copies_for_a_first_bad_step_are_released():
     step.optimizer_steps.expect([optimizer])
     rollback = Rollback([optimizer], [], print, has_bad_steps=True)
     rollback.begin_update(step)
-    assert len(rollback._backups[0]._copies) == 1
+    copies = rollback._backups[0].copies
+    rollback.begin_update(step)
+    assert rollback._backups[0].copies[0] is copies[0]  # the next update uses their memory
     rollback.before_optimizer_step(step, optimizer)
     assert not rollback._backups
 
