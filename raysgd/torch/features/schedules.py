@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
+from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.rollback import OptimizerCopies
@@ -56,5 +57,7 @@ class Schedules(UpdateFeature):
 
     def _copies(self) -> list[Callable[[], None]]:
         schedulers, optimizers = self._registered.schedulers, self._registered.optimizers
-        restore = [partial(load_scheduler, each, scheduler_state(each)) for each in schedulers]
+        states = map_leaves(list(map(scheduler_state, schedulers)), lambda leaf: leaf)  # new lists
+        pairs = zip(schedulers, states, strict=True)
+        restore = [partial(load_scheduler, scheduler, state) for scheduler, state in pairs]
         return restore + [OptimizerCopies(optimizer).restore for optimizer in optimizers]

@@ -206,6 +206,7 @@ class Deciding(TrainingOperator):
             optimizers=optimizer,
             schedulers=torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, [2]),
         )
+        self.scheduler.history = []
         self.register_data(train_loader=[(torch.ones(4, 2),)] * 4)
 
     def train_batch(self, batch, batch_info):
@@ -214,6 +215,7 @@ class Deciding(TrainingOperator):
         group["betas"] = group["betas"][0] * 0.5, 0.9
         group[f"step {batch_info['global_step']}"] = True
         self.scheduler.step()
+        self.scheduler.history.append(batch_info["global_step"])
         self.rate.mul_(0.75)
         if batch_info["global_step"] == self.config.get("fails_at"):
             raise ValueError(f"bad batch {self.config.pop('fails_at')}")
