@@ -1,4 +1,4 @@
-"""Merge the shards of all workers in a state."""
+"""Collect and merge the shards of all workers in a state."""
 
 import copy
 import itertools
@@ -24,6 +24,14 @@ class SavedPiece(TypedDict):
     stop: int
     shape: tuple[int, ...]  # of the parameter
     values: dict[str, Any]  # of the optimizer; with `names`, the elements too, as `PARAMETER`
+
+
+def collect_shards(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the state of rank 0 with the shards of all ranks."""
+    state = states[0]
+    if not isinstance(state, Mapping) or SHARDS not in state:
+        return state
+    return {**state, SHARDS: [each[SHARDS] for each in states]}
 
 
 def merge_shards(state: Mapping[str, Any]) -> dict[str, Any]:

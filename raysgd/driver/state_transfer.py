@@ -18,13 +18,12 @@ from raysgd._internal.values import redact_config, scalars
 from raysgd.checkpoint.file import CheckpointFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
-from raysgd.checkpoint.shards import merge_shards
+from raysgd.checkpoint.shards import collect_shards, merge_shards
 from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.driver.dispatcher import Dispatcher
 from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.policies import may_have_only_copy
-from raysgd.elastic.snapshot_keeper import collect_shards
 from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from raysgd._internal.progress import Progress
-from raysgd.checkpoint.shards import SHARDS
+from raysgd.checkpoint.shards import collect_shards
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import Inbox, StorageError, store_copy, unnamed_file
 from raysgd.cluster.serialization import PackedValue, pack
@@ -169,11 +169,3 @@ class SnapshotKeeper:
                 tempfile.gettempdir(),
                 error,
             )
-
-
-def collect_shards(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the state of rank 0 with the shards of all ranks."""
-    state = states[0]
-    if not isinstance(state, Mapping) or SHARDS not in state:
-        return state
-    return {**state, SHARDS: [each[SHARDS] for each in states]}

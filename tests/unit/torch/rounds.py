@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.checkpoint.shards import merge_shards
+from raysgd.checkpoint.shards import collect_shards, merge_shards
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
-from raysgd.elastic.snapshot_keeper import collect_shards
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import ShardLayout

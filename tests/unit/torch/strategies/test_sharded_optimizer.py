@@ -18,9 +18,8 @@ from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.checkpoint.shards import merge_shards
+from raysgd.checkpoint.shards import collect_shards, merge_shards
 from raysgd.cluster import large_values, serialization
-from raysgd.elastic.snapshot_keeper import collect_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
