@@ -23,8 +23,7 @@ class UpdateFeature:
     ===================  =======================================================================
 
     Only PyTorch calls `filter_loss`, `before_optimizer_step`, `receive`, `user_settings`, and the
-    methods of states. Besides its own hooks and attributes, a feature may use, in PyTorch by
-    `RegisteredObjects`:
+    methods of states. Besides its own hooks and attributes, a feature may use:
 
     - The methods of the update. It may exchange held metrics, call `mark_bad` before an update that
       must not be applied, begin and end steps in `optimizer_steps`, and call `set_damaged` if it

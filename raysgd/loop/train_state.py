@@ -86,8 +86,7 @@ class TrainState(ABC):
     generators: RandomGenerators
     micro_batching: MicroBatching
     # What the loop reads of the registered objects.
-    given_models: list[Any]
-    """The models that the user registered as models, without criteria."""
+    num_criteria = 0  # with trained parameters, which are the last of `models`
     accumulation_steps: int = 1
     placement: StatePlacement = StatePlacement()
     is_registered = False
@@ -109,7 +108,8 @@ class TrainState(ABC):
         self.user_set_step: tuple[int, int] | None = None
         self.meters: AverageMeterCollection | None = None
         """Metrics of the epoch or the validation in progress. None in loops of user code."""
-        self.optimizers: list[Any] = []  # that are registered
+        self.models: list[Any] = []  # that are registered, like the next
+        self.optimizers: list[Any] = []
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.features: list[UpdateFeature] = []
         self.features_with: dict[str, list[UpdateFeature]] = {}
@@ -125,6 +125,11 @@ class TrainState(ABC):
         self.features[:] = features
         for name, hook in vars(UpdateFeature).items():
             self.features_with[name] = [f for f in features if getattr(type(f), name) is not hook]
+
+    @property
+    def given_models(self) -> list[Any]:
+        """The models that the user registered as models, without criteria."""
+        return self.models[: len(self.models) - self.num_criteria]
 
     # ---- position
 

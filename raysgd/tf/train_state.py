@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras 3.15 has no public API for this
 from keras.src.random.seed_generator import global_seed_generator
 
-from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import try_copy
 from raysgd._internal.runner import WorkerContext
 from raysgd.loop.micro_batching import MicroBatching
@@ -31,11 +30,9 @@ class KerasTrainState(TrainState):
     losses: BatchLosses
     """Set by ``register``, like `optimization`."""
     optimization: Any  # a `KerasOptimization`, whose module imports this one
-    given_models: list[Any] = forward_to("models")
 
     def __init__(self, settings: TFSettings) -> None:
         super().__init__(settings, settings.options.seed)
-        self.models: list[Any] = []
         self.data = KerasSources(settings, self.position.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
         self.micro_batching = MicroBatching(settings, self.update)

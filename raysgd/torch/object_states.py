@@ -283,7 +283,7 @@ Options = list[list[dict[str, Any]]]
 
 def initial_options(train_state: Any) -> Options:
     """Return the options after ``setup``."""
-    groups = [optimizer.param_groups for optimizer in train_state.registered.optimizers]
+    groups = [optimizer.param_groups for optimizer in train_state.optimizers]
     return [[_numbers_of(group) for group in each] for each in groups]
 
 
@@ -293,14 +293,13 @@ def rescale_options(train_state: Any, then: Options, now: Options) -> None:
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value
     becomes a tenth of the new first value.
     """
-    registered = train_state.registered
-    for optimizer, groups_then, groups_now in zip(registered.optimizers, then, now, strict=True):
+    for optimizer, groups_then, groups_now in zip(train_state.optimizers, then, now, strict=True):
         groups = optimizer.param_groups
         for group, old, new in zip(groups, groups_then, groups_now, strict=True):
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
                     group[name] = _rescale(group[name], old[name], new[name])
-        for scheduler in itertools.chain.from_iterable(map(_flatten, registered.schedulers)):
+        for scheduler in itertools.chain.from_iterable(map(_flatten, train_state.schedulers)):
             # Compare the groups, which a wrapper shares with its optimizer.
             scheduled = getattr(scheduler, "optimizer", None)
             if getattr(scheduled, "param_groups", None) is groups:

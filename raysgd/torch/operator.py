@@ -69,12 +69,12 @@ class TrainingOperator(OperatorBase):
     def __init__(self, config: Mapping[str, Any], settings: TorchSettings | None = None) -> None:
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or TorchSettings())
-        self._update_features = OperatorFeatures(self._train_state.registered)
+        self._update_features = OperatorFeatures(self._train_state)
 
     device: torch.device = forward_to("_train_state.settings.device", "This worker's device.")
     _start_averaging: Callable[..., None] = forward_to("_update_features.averaging.start")
     scheduler_step_freq: str | None = forward_to(
-        "_train_state.registered.scheduler_step_freq",
+        "_train_state.scheduler_step_freq",
         'When schedulers step: "batch", "epoch", "manual", or None.',
     )
 
@@ -159,7 +159,7 @@ class TrainingOperator(OperatorBase):
     def _check_first_batch(self, batch: Any) -> None:
         """Warn if a loss counts samples, although losses usually ignore some of the labels."""
         train_state = self._train_state
-        is_weighted = train_state.registered.accumulation_steps > 1 or self.world_size > 1
+        is_weighted = train_state.accumulation_steps > 1 or self.world_size > 1
         has_own = hasattr(getattr(self, "criterion", None), "ignore_index")  # `count_of` warns
         counts_items = has_own or self._update_features.optimization.counts_items
         if is_weighted and not counts_items and has_masked_labels(batch):
@@ -197,7 +197,7 @@ class TrainingOperator(OperatorBase):
             caller = f"{type(self).__name__}.num_items returned "
             return LossCount(as_count(items, caller, "count"), num_samples)
         criterion = None if target is None else getattr(self, "criterion", None)
-        return count_of(criterion, target, num_samples, self._train_state.registered)
+        return count_of(criterion, target, num_samples, self._train_state)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch. Store ``output`` and ``target`` in `batch_info`.
@@ -349,14 +349,14 @@ class TrainingOperator(OperatorBase):
 
         In training, a model without trainable parameters keeps its mode from `register`.
         """
-        for model in self._train_state.registered.models:
+        for model in self._train_state.models:
             model.train(training)
         if training:
-            self._train_state.registered.baseline.restore_modes()
+            self._train_state.baseline.restore_modes()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for mixed precision in the forward pass and the loss."""
-        return self._train_state.registered.precision.autocast()
+        return self._train_state.precision.autocast()
 
     def backward(
         self, loss: torch.Tensor, num_samples: float | torch.Tensor | LossCount | None = None

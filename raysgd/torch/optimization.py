@@ -33,8 +33,8 @@ from raysgd.loop.segment import Segment
 from raysgd.loop.update import Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.input.batches import IGNORED, ONE_ELEMENT
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 from raysgd.torch.wrappers import user_module
 
 _LOSS_MODULES = ("torch.nn.modules.loss", "torch.nn.functional")
@@ -59,8 +59,8 @@ class Optimization(UpdateFeature):
     `AccumulatedGradients`, takes the gradients of earlier micro-batches out of ``.grad``.
     """
 
-    def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
-        self._registered, self._checks = registered, checks
+    def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
+        self._train_state, self._checks = train_state, checks
         self._accumulated = AccumulatedGradients()
         self._in_optimizer_step = False  # and not in ``optimizer.step()`` of user code
         self._newest_finished: torch.optim.Optimizer | None = None  # since `step` began
@@ -75,7 +75,7 @@ class Optimization(UpdateFeature):
         The hooks of user code and of Horovod come first, because they may reject a step. Those of
         `StatePlacement.begin_sharding` come last.
         """
-        optimizers, num_batches = self._registered.optimizers, self._registered.accumulation_steps
+        optimizers, num_batches = self._train_state.optimizers, self._train_state.accumulation_steps
         if num_batches > 1:
             self.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
         for optimizer in optimizers:
@@ -89,7 +89,7 @@ class Optimization(UpdateFeature):
 
     def begin_micro_batch(self, update: Update) -> None:
         if update.loss_weights.num_earlier:
-            for optimizer in self._registered.optimizers:
+            for optimizer in self._train_state.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
 
     def backward(
@@ -100,57 +100,57 @@ class Optimization(UpdateFeature):
     ) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ValueError(f"The loss is {describe(loss)}. {ONE_ELEMENT}")
-        update, registered = self._registered.update, self._registered
+        update, train_state = self._train_state.update, self._train_state
         if not isinstance(count, LossCount):
             count = LossCount(None if count is None else as_count(count))
         self.counts_items = count.num_items is not None
-        if not registered.data.knows_sizes:
+        if not train_state.data.knows_sizes:
             count = count.with_samples()
             if count.num_items is None and not count.is_sum:
                 self._checks.warn_of_dropped_samples(segment)
         self._checks.before_backward(count)
-        clones = len(self._registered.optimizers) > 1
+        clones = len(self._train_state.optimizers) > 1
         self._accumulated.restore(is_first=not update.loss_weights.has_loss, clones=clones)
-        exchange = registered.exchange
+        exchange = train_state.exchange
         factors = update.loss_weights.add(count, exchange.averaging_size, exchange.all_reduce_sum)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.num_items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         else:
-            for feature in registered.features_with["filter_loss"]:
+            for feature in train_state.features_with["filter_loss"]:
                 loss = feature.filter_loss(update, loss, factors)
         self._loss_weight = factors.loss
         loss = loss if factors.loss == 1.0 else loss * factors.loss
-        registered.precision.backward(loss, update.in_last_micro_batch)
+        train_state.precision.backward(loss, update.in_last_micro_batch)
         self._checks.after_backward()
 
     def _multiply_gradients(self, factor: float) -> None:
-        parameters = [p for model in self._registered.models for p in model.parameters()]
-        for optimizer in self._registered.optimizers:
+        parameters = [p for model in self._train_state.models for p in model.parameters()]
+        for optimizer in self._train_state.optimizers:
             parameters += parameters_of(optimizer)
         gradients = [*self._accumulated.restored.values(), *(p.grad for p in parameters)]
         unique = {id(gradient): gradient for gradient in gradients if gradient is not None}
         multiply_all(unique.values(), factor)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        update = self._registered.update
+        update = self._train_state.update
         if update.is_warm_up:
             raise WarmedUp
         is_first = update.optimizer_steps.request(optimizer)
         self._checks.before_step(optimizer, is_first)
         if not update.in_last_micro_batch:
-            self._registered.exchange.take_gradients(optimizer)
+            self._train_state.exchange.take_gradients(optimizer)
             self._accumulated.set_aside(parameters_of(optimizer))
             return False
         self._in_optimizer_step, self._newest_finished = True, None
         try:
-            self._registered.exchange.complete_gradients(optimizer)
+            self._train_state.exchange.complete_gradients(optimizer)
             if not update.loss_weights.lack_items:
-                for feature in self._registered.features_with["before_optimizer_step"]:
+                for feature in self._train_state.features_with["before_optimizer_step"]:
                     feature.before_optimizer_step(update, optimizer)
                 if update.bad_step is None:
-                    self._registered.precision.step(optimizer)
+                    self._train_state.precision.step(optimizer)
         finally:
             self._in_optimizer_step = False
         if self._newest_finished is not optimizer:  # no items, an overflow, or a bad step
@@ -164,12 +164,12 @@ class Optimization(UpdateFeature):
     def _step_pre_hook(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        update, exchange = self._registered.update, self._registered.exchange
+        update, exchange = self._train_state.update, self._train_state.exchange
         if update.is_warm_up:
             raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self._in_optimizer_step:
-            self._registered.timing.begin(OPTIMIZER)
+            self._train_state.timing.begin(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.complete_gradients(optimizer)
@@ -195,25 +195,25 @@ class Optimization(UpdateFeature):
         return args[:1], {**kwargs, "closure": averaging}
 
     def _finish_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self._registered.optimizers:
+        if optimizer in self._train_state.optimizers:
             self._has_stepped, self._newest_finished = True, optimizer
-            self._registered.update.optimizer_steps.end(optimizer)
+            self._train_state.update.optimizer_steps.end(optimizer)
             if not self._in_optimizer_step:
-                self._registered.timing.begin(OTHER)
+                self._train_state.timing.begin(OTHER)
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._has_stepped = True
-        steps = self._registered.update.optimizer_steps
+        steps = self._train_state.update.optimizer_steps
         if steps.running_optimizer is None:  # in a method such as SAM's
             self._checks.check_direct_step(optimizer)
             steps.counts[id(optimizer)] += 1
-        self._registered.exchange.complete_gradients(optimizer)
+        self._train_state.exchange.complete_gradients(optimizer)
 
     # ---- the end of an update, and of a call
 
     def commit(self, update: Update) -> None:
         self._accumulated = AccumulatedGradients()
-        has_several = len(self._registered.optimizers) > 1
+        has_several = len(self._train_state.optimizers) > 1
         if has_several and update.loss_weights.uses_backward and update.optimizer_steps.counts:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
@@ -224,15 +224,15 @@ class Optimization(UpdateFeature):
         self._zero_gradients()
 
     def end_call(self) -> None:
-        if self._registered.position.global_step and not self._has_stepped:
-            self._registered.warn_once(
+        if self._train_state.position.global_step and not self._has_stepped:
+            self._train_state.settings.warn_once(
                 "no step",
                 "No registered optimizer has made a step, so nothing is trained. Call self."
                 "backward(loss) and self.optimizer_step(optimizer) in train_batch.",
             )
 
     def _zero_gradients(self) -> None:
-        for optimizer in self._registered.optimizers:
+        for optimizer in self._train_state.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
@@ -314,7 +314,7 @@ def ignored_index(criterion: Any) -> int:
 
 
 def count_of(
-    criterion: Any, target: Any, num_samples: float, registered: RegisteredObjects
+    criterion: Any, target: Any, num_samples: float, train_state: TorchTrainState
 ) -> LossCount:
     """Return the count of a loss. Other losses than those of PyTorch are means over samples.
 
@@ -331,13 +331,13 @@ def count_of(
         return count  # class probabilities
     index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
-    if is_plain and not registered.data.ignores_targets:
-        step, trains = registered.position.global_step, torch.is_grad_enabled()
+    if is_plain and not train_state.data.ignores_targets:
+        step, trains = train_state.position.global_step, torch.is_grad_enabled()
         waits = target.device.type != "cpu" and trains and step & (step - 1)
         if waits or not bool((target == index).any()):
             return count
         if trains:
-            registered.warn_once("ignored", _COUNTS_IGNORED, index, anywhere=True)
+            train_state.settings.warn_once("ignored", _COUNTS_IGNORED, index, anywhere=True)
             return count
     counted = target[target != index]
     num_items = counted.numel() if weight is None else weight[counted].sum()

@@ -22,7 +22,6 @@ from raysgd.torch.register_checks import (
     check_step_freq,
     trained_among,
 )
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.table import STRATEGIES, as_sharding_args, mode_of
 from raysgd.torch.train_state import TorchTrainState
 
@@ -46,52 +45,52 @@ def register(
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
-    registered, criteria = train_state.registered, as_criteria(criterion)
+    criteria = as_criteria(criterion)
     ddp_args = as_dict("register", "ddp_args", ddp_args)
-    apex_args = _as_apex_args(registered, apex_args)
+    apex_args = _as_apex_args(train_state, apex_args)
     horovod_args = as_dict("register", "horovod_args", horovod_args)
     modules = as_registered("models", models, torch.nn.Module)
     given = as_registered("optimizers", optimizers, torch.optim.Optimizer)
-    registered.optimizers[:] = _with_own_tensors(given)
-    registered.update.optimizer_steps.expect(given)
-    options, precision = registered.options, registered.precision
-    trained = trained_among(criteria, registered.optimizers, modules)
-    registered.num_criteria = len(trained)
+    train_state.optimizers[:] = _with_own_tensors(given)
+    train_state.update.optimizer_steps.expect(given)
+    options, precision = train_state.settings.options, train_state.precision
+    trained = trained_among(criteria, train_state.optimizers, modules)
+    train_state.num_criteria = len(trained)
     modules += trained
-    sharding_args = as_sharding_args(registered, sharding, sharding_args, modules, ddp_args)
+    sharding_args = as_sharding_args(train_state, sharding, sharding_args, modules, ddp_args)
     if schedulers is not None:
-        registered.schedulers = as_registered("schedulers", schedulers, None)
-        check_step_freq(registered.schedulers, registered.scheduler_step_freq)
-    if warning := check_related(modules, registered.optimizers, registered.schedulers):
-        registered.warn_once("untrained", "%s", warning)
-    strategy = STRATEGIES[mode_of(options, sharding, registered.settings.context.distributed)]
-    registered.models = modules
-    registered.placement = strategy.new_placement(registered, sharding_args)
-    _move_models(registered)
-    registered.exchange = strategy.new_exchange(registered)
-    registered.accumulation_steps = as_int(
+        train_state.schedulers = as_registered("schedulers", schedulers, None)
+        check_step_freq(train_state.schedulers, train_state.scheduler_step_freq)
+    if warning := check_related(modules, train_state.optimizers, train_state.schedulers):
+        train_state.settings.warn_once("untrained", "%s", warning)
+    strategy = STRATEGIES[mode_of(options, sharding, train_state.settings.context.distributed)]
+    train_state.models = modules
+    train_state.placement = strategy.new_placement(train_state, sharding_args)
+    _move_models(train_state)
+    train_state.exchange = strategy.new_exchange(train_state)
+    train_state.accumulation_steps = as_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
-    registered.models = precision.prepare(registered.models, registered.optimizers, apex_args)
-    registered.baseline = SetupBaseline(registered.models, registered.collectives)
-    registered.exchange.wrap(ddp_args, horovod_args)
-    registered.buffer_copies = BufferCopies(registered.models, registered.collectives)
-    train_state.set_features(list(features_of(registered, features, max_grad_norm)))
+    train_state.models = precision.prepare(train_state.models, train_state.optimizers, apex_args)
+    train_state.baseline = SetupBaseline(train_state.models, train_state.collectives)
+    train_state.exchange.wrap(ddp_args, horovod_args)
+    train_state.buffer_copies = BufferCopies(train_state.models, train_state.collectives)
+    train_state.set_features(list(features_of(train_state, features, max_grad_norm)))
     features.optimization.register_hooks()
-    registered.placement.begin_sharding()
+    train_state.placement.begin_sharding()
     features.averaging.use_training_weights()  # as a loaded state
-    registered.criteria = criteria = _move_criteria(registered, criteria, trained)
+    train_state.criteria = criteria = _move_criteria(train_state, criteria, trained)
     train_state.is_registered = True
     losses = None if criterion is None else in_shape_of(criterion, criteria)
-    results = in_shape_of(models, registered.given_models), optimizers, losses, schedulers
+    results = in_shape_of(models, train_state.given_models), optimizers, losses, schedulers
     return tuple(each for each in results if each is not None)
 
 
-def _as_apex_args(registered: RegisteredObjects, arguments: Any) -> dict[str, Any]:
+def _as_apex_args(train_state: TorchTrainState, arguments: Any) -> dict[str, Any]:
     apex_args = as_dict("register", "apex_args", arguments)
-    if apex_args and registered.options.use_fp16 != "apex":
+    if apex_args and train_state.settings.options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
-        registered.warn_once("apex", unused, apex_args, registered.precision.name)
+        train_state.settings.warn_once("apex", unused, apex_args, train_state.precision.name)
     return apex_args
 
 
@@ -110,24 +109,24 @@ def _with_own_tensors(optimizers: list[torch.optim.Optimizer]) -> list[torch.opt
     return optimizers
 
 
-def _move_models(registered: RegisteredObjects) -> None:
+def _move_models(train_state: TorchTrainState) -> None:
     """Move models to the device. If models are sharded, workers move only their rows."""
-    moves_parameters = registered.has_all_parameters
+    moves_parameters = train_state.has_all_parameters
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         moves = moves_parameters or not isinstance(tensor, torch.nn.Parameter)
-        return tensor.to(registered.device) if moves else tensor
+        return tensor.to(train_state.settings.device) if moves else tensor
 
-    for model in registered.models:
+    for model in train_state.models:
         model._apply(move)
 
 
 def _move_criteria(
-    registered: RegisteredObjects, criteria: list[Any], trained: list[Any]
+    train_state: TorchTrainState, criteria: list[Any], trained: list[Any]
 ) -> list[Any]:
     """Return the criteria on the device. Replace trained criteria by their wrappers."""
-    num_models, device = len(registered.models) - len(trained), registered.device
-    wrapped = dict(zip(map(id, trained), registered.models[num_models:], strict=True))
+    num_models, device = len(train_state.models) - len(trained), train_state.settings.device
+    wrapped = dict(zip(map(id, trained), train_state.models[num_models:], strict=True))
     return [
         wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
     ]

@@ -96,15 +96,14 @@ def build_operator(
 ) -> TrainingOperator:
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     train_state = operator._train_state
-    registered = train_state.registered
     attributes = [each for value in vars(operator).values() for each in as_list(value)]
-    registered.exchange.use_wrappers([each for each in attributes if is_ddp(each)])
+    train_state.exchange.use_wrappers([each for each in attributes if is_ddp(each)])
     if settings.context.world_rank == 0:
-        modules = [*registered.models, *registered.criteria]
+        modules = [*train_state.models, *train_state.criteria]
         kinds: tuple[type, ...] = (torch.optim.Optimizer,)
-        if registered.scheduler_step_freq in ("batch", "epoch") and not registered.schedulers:
+        if train_state.scheduler_step_freq in ("batch", "epoch") and not train_state.schedulers:
             kinds += (torch.optim.lr_scheduler.LRScheduler,)  # otherwise, user code may step them
-        warn_of_unregistered(operator, [*modules, *registered.optimizers], kinds)
+        warn_of_unregistered(operator, [*modules, *train_state.optimizers], kinds)
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
             warn_of_other_loaders(operator, train_state.data.registered_loaders.values())
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.

@@ -39,28 +39,28 @@ class TorchStateAccess(StateAccess):
 
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
-        self._registered = train_state.registered
-        self._baseline = self._registered.baseline
+        self._train_state = train_state
+        self._baseline = self._train_state.baseline
         self._initially_trained = list(map(grad_flags, self._models))
         """By model and name, whether ``setup`` has left a parameter trainable."""
 
     @property
     def _models(self) -> list[torch.nn.Module]:
         """The models without wrappers."""
-        return list(map(user_module, self._registered.models))
+        return list(map(user_module, self._train_state.models))
 
     def read(self, frozen: bool = True) -> dict[str, Any]:
         models = [(model, model.state_dict()) for model in self._models]
         state: dict[str, Any] = {
             "models": list(itertools.starmap(self._unsharded_of, models)),
-            "optimizers": list(map(optimizer_state, self._registered.optimizers)),
+            "optimizers": list(map(optimizer_state, self._train_state.optimizers)),
         }
-        if self._registered.schedulers:
-            state["schedulers"] = list(map(scheduler_state, self._registered.schedulers))
+        if self._train_state.schedulers:
+            state["schedulers"] = list(map(scheduler_state, self._train_state.schedulers))
         state["requires_grad"] = self._changed_since_setup()
-        for feature in self._registered.features:
+        for feature in self._train_state.features:
             state |= feature.state_dict()
-        state["parameters"] = list(map(self._names_and_shapes, self._registered.optimizers))
+        state["parameters"] = list(map(self._names_and_shapes, self._train_state.optimizers))
         if frozen:
             return state
         state = self._baseline.remove_unchanged(state)
@@ -68,7 +68,7 @@ class TorchStateAccess(StateAccess):
         for index, (model, names) in enumerate(zip(self._models, removed, strict=False)):
             for name, parameter in model.named_parameters():
                 if not (parameter.requires_grad or name in names):
-                    self._registered.warn_once("frozen", _SAVES_FROZEN, name, index)
+                    self._train_state.settings.warn_once("frozen", _SAVES_FROZEN, name, index)
         return state
 
     def read_for_workers(self) -> dict[str, Any]:
@@ -79,10 +79,10 @@ class TorchStateAccess(StateAccess):
         for name, objects, saved in self._objects_and_states(state):
             check_objects(name, objects, saved, state_problem)
         if "parameters" in state:  # older files lack it
-            parameters, optimizers = state["parameters"], self._registered.optimizers
+            parameters, optimizers = state["parameters"], self._train_state.optimizers
             check_objects("optimizers", optimizers, parameters, self._order_problem)
-        if state.get("schedulers") and not self._registered.schedulers:
-            self._registered.warn_once(
+        if state.get("schedulers") and not self._train_state.schedulers:
+            self._train_state.settings.warn_once(
                 "schedulers",
                 "The loaded state has schedulers, which are ignored because the operator has none.",
             )
@@ -90,7 +90,7 @@ class TorchStateAccess(StateAccess):
             raise CheckpointError(
                 "The state's 'requires_grad' must be a list of dicts from the names of parameters."
             )
-        for feature in self._registered.features:
+        for feature in self._train_state.features:
             feature.check_state(state)
 
     def load(self, state: dict[str, Any]) -> None:
@@ -110,12 +110,12 @@ class TorchStateAccess(StateAccess):
                     if kind == "optimizers":
                         load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
                         old = optimizer_state(each)
-                        if not self._registered.placement.is_unsharded(each):
+                        if not self._train_state.placement.is_unsharded(each):
                             saved = {**saved, "state": {}}  # whose shards are loaded later
                     elif kind == "schedulers":
                         load = functools.partial(load_scheduler, each)
                         old = scheduler_state(each)
-                    elif FROZEN_KEY in state or not self._registered.placement.is_unsharded(each):
+                    elif FROZEN_KEY in state or not self._train_state.placement.is_unsharded(each):
                         load = functools.partial(each.load_state_dict, strict=False)
                         old, saved = (self._unsharded_of(each, state) for state in (old, saved))
                     name = f"{kind}[{index}]"
@@ -123,7 +123,7 @@ class TorchStateAccess(StateAccess):
         changed = state.get("requires_grad", ())  # older files lack it
         for model, first, now in zip(self._models, self._initially_trained, changed, strict=False):
             set_grad_flags(model, {**first, **now})
-        for feature in self._registered.features:
+        for feature in self._train_state.features:
             feature.load_state_dict(state)
 
     def copy_from(self, leader_rank: int, follows: bool) -> None:
@@ -133,7 +133,7 @@ class TorchStateAccess(StateAccess):
         workers usually differ only in buffers.
         """
         train_state, lacks = self._train_state, follows
-        group = self._registered.collectives
+        group = self._train_state.collectives
         # Do not read a large state if no other worker can have it.
         if group.any_rank(follows and not train_state.lacks_state):
             state = self._baseline.remove_unchanged(self.read())
@@ -147,7 +147,7 @@ class TorchStateAccess(StateAccess):
             self._baseline.sync_initial_state(leader_rank)
             state = group.broadcast(self.read_for_workers, leader_rank, wanted=lacks)
         # Receive shards last: they are valid from then on. Apply in the order of hooks.
-        features = reversed(self._registered.features)
+        features = reversed(self._train_state.features)
         received = [feature.receive(leader_rank) for feature in features][::-1]
         # Apply the state only if all of it has arrived: the leader may be lost meanwhile.
         if lacks:
@@ -156,9 +156,9 @@ class TorchStateAccess(StateAccess):
             apply()
 
     def unsharded_models(self, only_weights: bool = False) -> list[torch.nn.Module]:
-        train_state, num_models = self._train_state, len(self._registered.given_models)
+        train_state, num_models = self._train_state, len(self._train_state.given_models)
         train_state.check_undamaged()
-        if (copies := self._registered.placement.export_models(num_models)) is not None:
+        if (copies := self._train_state.placement.export_models(num_models)) is not None:
             return copies
         if train_state.context.world_rank != 0:
             return []
@@ -166,11 +166,11 @@ class TorchStateAccess(StateAccess):
             return list(map(copy_to_cpu, self._models[:num_models]))
 
     def user_settings(self) -> Any:
-        groups = [group for each in self._registered.optimizers for group in each.param_groups]
+        groups = [group for each in self._train_state.optimizers for group in each.param_groups]
         return (
             [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
             [version_of(parameter) for model in self._models for parameter in model.parameters()],
-            [feature.user_settings() for feature in self._registered.features],
+            [feature.user_settings() for feature in self._train_state.features],
             self._changed_since_setup(),
         )
 
@@ -193,20 +193,20 @@ class TorchStateAccess(StateAccess):
     def _objects_and_states(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""
         models, saved = self._models, state.get("models", [])
-        if self._registered.num_criteria and isinstance(saved, list | tuple):
+        if self._train_state.num_criteria and isinstance(saved, list | tuple):
             # Older files lack the criterion.
-            models = models[: max(len(saved), len(self._registered.given_models))]
+            models = models[: max(len(saved), len(self._train_state.given_models))]
         kinds: list[tuple[str, list[Any], Any]] = [
             ("models", models, saved),
-            ("optimizers", self._registered.optimizers, state.get("optimizers", [])),
+            ("optimizers", self._train_state.optimizers, state.get("optimizers", [])),
         ]
-        if self._registered.schedulers:
-            kinds.append(("schedulers", self._registered.schedulers, state.get("schedulers", [])))
+        if self._train_state.schedulers:
+            kinds.append(("schedulers", self._train_state.schedulers, state.get("schedulers", [])))
         return kinds
 
     def _unsharded_of(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the entries of a model's state that every worker has."""
-        if self._registered.placement.is_unsharded(model):
+        if self._train_state.placement.is_unsharded(model):
             return state
         sharded = dict(model.named_parameters(remove_duplicate=False))
         return {key: value for key, value in state.items() if key not in sharded}

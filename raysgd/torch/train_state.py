@@ -9,41 +9,64 @@ import numpy as np
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import RandomGenerators, TrainState
-from raysgd.torch.features.micro_batching import num_rows
+from raysgd.torch.collectives import TorchCollectives
+from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
+from raysgd.torch.features.rollback import BufferCopies
+from raysgd.torch.features.setup_baseline import SetupBaseline
 from raysgd.torch.input.sources import TorchSources
 from raysgd.torch.object_states import initial_options, rescale_options
 from raysgd.torch.options import TorchSettings
-from raysgd.torch.registered import RegisteredObjects
+from raysgd.torch.precision import PRECISIONS
+from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.tensors import copy_leaf
 
 
 class TorchTrainState(TrainState):
-    """The `RegisteredObjects`, which features use, and the segment in progress."""
+    """The training state of one worker, which features, exchanges, and placements use too.
+
+    It exists from before ``setup`` to the end of the worker. Only `register`, `LightningMethods`,
+    and `GradientExchange`, which wraps models, replace the registered objects. If a feature needs
+    the segment in progress, its caller passes it.
+    """
 
     settings: TorchSettings
     data: TorchSources
-    given_models: list[torch.nn.Module] = forward_to("registered.given_models")
-    accumulation_steps: int = forward_to("registered.accumulation_steps")
-    placement: StatePlacement = forward_to("registered.placement")
+    collectives: TorchCollectives
+    micro_batching: TorchMicroBatching
+    models: list[torch.nn.Module]
 
     def __init__(self, settings: TorchSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
+        options, device = settings.options, settings.device
         self.data = TorchSources(settings, self.position.seed)
-        if settings.device.type == "cuda":
+        if device.type == "cuda":
             self.timing = StepTiming(functools.partial(torch.cuda.Event, enable_timing=True))
-        self.registered = RegisteredObjects(settings, self.data, self)
-        self.collectives = self.registered.collectives
-        self.micro_batching = self.registered.micro_batching
         self.generators = TorchRandomGenerators()
+        self.collectives = TorchCollectives(device)
+        self.precision = PRECISIONS[options.use_fp16](device, options.amp_dtype)
+        self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
+        # `register` sets these, in this order. After ``setup``, `models` has wrappers of user code.
+        self.scheduler_step_freq = options.scheduler_step_freq  # or that of a LightningModule
+        self.schedulers: list[Any] = []
+        self.placement = StatePlacement()
+        self.exchange = GradientExchange()
+        self.accumulation_steps = 1
+        self.baseline = SetupBaseline([], self.collectives)
+        self.buffer_copies = BufferCopies([], self.collectives)
+        self.criteria: list[Any] = []
+
+    @property
+    def has_all_parameters(self) -> bool:
+        """Whether every worker has all parameters."""
+        return all(map(self.placement.is_unsharded, self.models))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        modules = (module for model in self.registered.models for module in model.modules())
+        modules = (module for model in self.models for module in model.modules())
         self.saved_modes = self.saved_modes or [(m, m.training) for m in modules]
         with super().evaluating():
             yield
@@ -51,10 +74,9 @@ class TorchTrainState(TrainState):
     @contextlib.contextmanager
     def restoring_models(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(preserving(registered := self.registered))
-            registered.buffer_copies.take()  # which the next line restores
+            self.buffer_copies.take()  # which the next line restores
             stack.callback(self.roll_back)
-            for model in registered.models if registered.has_all_parameters else ():
+            for model in self.models if self.has_all_parameters else ():
                 for module in (model, *model.modules()):  # the model may be a wrapper
                     if not isinstance(module, LazyModuleMixin):  # which the first batch completes
                         stack.enter_context(preserving(module))

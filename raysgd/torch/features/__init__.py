@@ -1,1 +1,1 @@
-"""Features of training steps, one in each file. `registered.py` has what they use."""
+"""Features of training steps, one in each file. They use the training state."""

@@ -16,10 +16,10 @@ from raysgd.loop.update import Update
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.object_states import model_problem
 from raysgd.torch.precision import to_full_precision
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.replicated_model import is_trainable
 from raysgd.torch.tensors import copy_all, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 from raysgd.torch.wrappers import user_module
 
 
@@ -30,8 +30,8 @@ class WeightAveraging(UpdateFeature):
     16-bit weights have 32 bits, because small changes of an average would be rounded away.
     """
 
-    def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
-        self._registered, self._checks = registered, checks
+    def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
+        self._train_state, self._checks = train_state, checks
         self.averages: list[dict[str, torch.Tensor]] | None = None
         """Averages of each model, by parameter name. None before a callback requests averages."""
         self._decay: float | None = None
@@ -40,7 +40,7 @@ class WeightAveraging(UpdateFeature):
     @property
     def schedule_free(self) -> list[Any]:
         """Optimizers with other weights for evaluation than for training, as in schedule-free."""
-        optimizers: list[Any] = self._registered.optimizers
+        optimizers: list[Any] = self._train_state.optimizers
         return [o for o in optimizers if hasattr(o, "train") and hasattr(o, "eval")]
 
     def use_training_weights(self) -> None:
@@ -58,7 +58,7 @@ class WeightAveraging(UpdateFeature):
                 for the mean of the parameters at the ends of epochs.
             start_epoch: the first epoch in the mean. Epochs count from 1.
         """
-        if not self._registered.has_all_parameters:
+        if not self._train_state.has_all_parameters:
             conflicts.refuse('register(sharding="full")', "averages of the weights")
         if self.averages is None or (self._decay is None) != (decay is None):
             self._count = 0
@@ -70,7 +70,7 @@ class WeightAveraging(UpdateFeature):
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
         """Return what has averages. Others, such as quantized weights, are never trained."""
-        named = (user_module(model).named_parameters() for model in self._registered.models)
+        named = (user_module(model).named_parameters() for model in self._train_state.models)
         return [{name: p for name, p in each if is_trainable(p)} for each in named]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

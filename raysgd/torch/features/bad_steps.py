@@ -13,7 +13,7 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.loss_weights import Factors
 from raysgd.loop.update import BadStep, Update
 from raysgd.torch.options import BadSteps
-from raysgd.torch.registered import RegisteredObjects
+from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "bad_steps"
 _WINDOW = 100
@@ -32,13 +32,13 @@ class BadStepFilter(UpdateFeature):
 
     why_optimizer_step = "bad_steps"
 
-    def __init__(self, registered: RegisteredObjects, options: BadSteps) -> None:
-        if len(registered.optimizers) != 1:
+    def __init__(self, train_state: TorchTrainState, options: BadSteps) -> None:
+        if len(train_state.optimizers) != 1:
             raise ValueError(
                 f"TorchTrainer(bad_steps=...) needs one optimizer, but register() got "
-                f"{len(registered.optimizers)}. An update of the first one could not be undone."
+                f"{len(train_state.optimizers)}. An update of the first one could not be undone."
             )
-        self._registered, self._options = registered, options
+        self._train_state, self._options = train_state, options
         self._averaging_size = 1  # of the exchange; to find it takes many calls
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
@@ -46,7 +46,7 @@ class BadStepFilter(UpdateFeature):
         self.bad_steps: list[BadStep] = []
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._averaging_size = self._registered.exchange.averaging_size
+        self._averaging_size = self._train_state.exchange.averaging_size
 
     def begin_update(self, update: Update) -> None:
         self._loss_term, self._loss = 0.0, None
@@ -65,9 +65,9 @@ class BadStepFilter(UpdateFeature):
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if not update.is_open:
             return
-        registered, spike = self._registered, self._options.spike
-        precision, exchange = registered.precision, registered.exchange
-        if update.optimizer_steps.counts and not registered.placement.is_unsharded(optimizer):
+        train_state, spike = self._train_state, self._options.spike
+        precision, exchange = train_state.precision, train_state.exchange
+        if update.optimizer_steps.counts and not train_state.placement.is_unsharded(optimizer):
             raise RuntimeError(
                 "With bad_steps and sharding, an update has one step of the optimizer. The first "
                 "step could not be undone. Add up the losses, and step once."
@@ -80,9 +80,9 @@ class BadStepFilter(UpdateFeature):
             kind = _GRADIENT if math.isfinite(loss) else _LOSS
         elif spike is not None and usual != 0 and -loss < spike * usual < loss:
             kind = _SPIKE
-        if not registered.placement.replicates and registered.settings.context.distributed:
+        if not train_state.placement.replicates and train_state.settings.context.distributed:
             # Each worker has a loss and gradients of its own.
-            kind = -registered.collectives.all_reduce_min(-kind)[0]
+            kind = -train_state.collectives.all_reduce_min(-kind)[0]
         if kind == _GOOD:
             self._loss = None if spike is None else loss
         elif kind == _SPIKE:
@@ -94,8 +94,8 @@ class BadStepFilter(UpdateFeature):
             self._record_bad_step(update, "the gradient is not finite", str(norm))
 
     def _record_bad_step(self, update: Update, reason: str, value: Any) -> None:
-        registered, position = self._registered, self._registered.position
-        source, num_samples = registered.data.training_source, update.plan.total_samples or 0
+        train_state, position = self._train_state, self._train_state.position
+        source, num_samples = train_state.data.training_source, update.plan.total_samples or 0
         bad_step: BadStep = {
             "step": position.global_step + update.plan.num_steps,
             "epoch": position.epoch + 1,

@@ -7,7 +7,7 @@ import torch
 from raysgd._internal.arguments import check_number
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.registered import RegisteredObjects
+from raysgd.torch.train_state import TorchTrainState
 
 
 class GradientNorms(UpdateFeature):
@@ -16,11 +16,11 @@ class GradientNorms(UpdateFeature):
     The norm before clipping is the metric ``grad_norm`` of logged steps.
     """
 
-    def __init__(self, registered: RegisteredObjects, max_norm: Any) -> None:
+    def __init__(self, train_state: TorchTrainState, max_norm: Any) -> None:
         if max_norm is not None:
             check_number("register", "max_grad_norm", max_norm, above=0)
             self.why_optimizer_step = f"max_grad_norm={max_norm}"
-        self._registered, self._max_norm = registered, max_norm
+        self._train_state, self._max_norm = train_state, max_norm
         self._is_logged = False
         self._norms: dict[int, torch.Tensor] = {}
 
@@ -32,15 +32,15 @@ class GradientNorms(UpdateFeature):
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if update.bad_step is None and (self._is_logged or self._max_norm is not None):
-            registered, precision = self._registered, self._registered.precision
+            train_state, precision = self._train_state, self._train_state.precision
             precision.unscale(optimizer)
-            tensors, norm = registered.exchange.norm(precision.parameters(optimizer))
+            tensors, norm = train_state.exchange.norm(precision.parameters(optimizer))
             self._norms[id(optimizer)] = norm
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(tensors, self._max_norm, norm)
 
     def step_metrics(self) -> dict[str, float]:
-        norms = [self._norms.get(id(o)) for o in self._registered.optimizers]
+        norms = [self._norms.get(id(o)) for o in self._train_state.optimizers]
         return {
             "grad_norm" if len(norms) == 1 else f"grad_norm-{number}": float(norm)
             for number, norm in enumerate(norms)

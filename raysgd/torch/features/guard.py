@@ -14,8 +14,8 @@ from raysgd.loop.update import Update
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
 from raysgd.torch.options import Guard
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import arithmetic_of, digest_of, is_readable
+from raysgd.torch.train_state import TorchTrainState
 
 _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""
@@ -51,11 +51,11 @@ class ReplicaGuard(UpdateFeature):
     """
 
     def __init__(
-        self, registered: RegisteredObjects, averaging: WeightAveraging, guard: Guard
+        self, train_state: TorchTrainState, averaging: WeightAveraging, guard: Guard
     ) -> None:
-        self._registered, self._contents = registered, ReplicaContents(registered, averaging)
+        self._train_state, self._contents = train_state, ReplicaContents(train_state, averaging)
         self._every = guard.every
-        self._on_gpu = registered.device.type != "cpu"
+        self._on_gpu = train_state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
         self._equal_step = 0
         self.begin_generation()
@@ -106,14 +106,14 @@ class ReplicaGuard(UpdateFeature):
         self._is_due = False
 
     def _set_active(self) -> None:
-        num_workers = self._registered.settings.context.world_size
-        self._is_active = num_workers > 1 and self._registered.placement.replicates
+        num_workers = self._train_state.settings.context.world_size
+        self._is_active = num_workers > 1 and self._train_state.placement.replicates
 
     def before_export(self) -> None:
         self._set_active()  # a new group may not have trained yet
         has_changed = self._is_due or self._steps > self._complete_step
         # A worker that got the state of another since the difference has no problem.
-        any_rank = self._registered.collectives.any_rank
+        any_rank = self._train_state.collectives.any_rank
         if self._is_active and has_changed and not any_rank(bool(self._problem)):
             self._compare()
 
@@ -144,7 +144,7 @@ class ReplicaGuard(UpdateFeature):
         """Exchange digests with the other workers. A step does not wait for a GPU to finish it."""
         self._finish_comparison()
         digests, is_complete = self._digests(in_step, is_new, one_in)
-        minima = self._registered.collectives.all_reduce_min_tensor(torch.cat([digests, ~digests]))
+        minima = self._train_state.collectives.all_reduce_min_tensor(torch.cat([digests, ~digests]))
         event = None
         if self._on_gpu:
             minima = torch.empty_like(minima, device="cpu", pin_memory=True).copy_(minima, True)
@@ -167,7 +167,7 @@ class ReplicaGuard(UpdateFeature):
         for kind, name, value in self._contents.contents(in_step, is_new):
             is_frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad
             if is_frozen and self._is_due:
-                options.append((name, self._registered.baseline.digest_of(value)))
+                options.append((name, self._train_state.baseline.digest_of(value)))
             elif isinstance(value, torch.Tensor):
                 is_large = one_in > 1 and value.numel() > _SMALL
                 if is_large and is_readable(value) and value.is_contiguous():
@@ -179,7 +179,7 @@ class ReplicaGuard(UpdateFeature):
             elif kind == "buffers" and value is not None:
                 counted.append(name)
         digests = torch.tensor([hash_of(options), hash_of(counted), 0, 0])
-        digests = digests.to(self._registered.device, non_blocking=True)
+        digests = digests.to(self._train_state.settings.device, non_blocking=True)
         for (is_buffer, device), tensors in groups.items():
             digests[2 + is_buffer] += digest_of(tensors, device).to(digests, non_blocking=True)
         return digests, is_complete
@@ -196,19 +196,19 @@ class ReplicaGuard(UpdateFeature):
             if not (options and tensors and (buffers or not counted)):
                 self._report_difference(flags)
             elif is_complete:
-                self._equal_step = self._registered.position.global_step
+                self._equal_step = self._train_state.position.global_step
 
     # ---- a difference
 
     def _report_difference(self, flags: tuple[bool, bool]) -> None:
-        registered, step = self._registered, self._registered.position.global_step
+        train_state, step = self._train_state, self._train_state.position.global_step
         # A loaded state may be older.
         self._equal_step = min(self._equal_step, step)
         local: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.contents(*flags):
             is_tensor = isinstance(value, torch.Tensor)
             local[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
-        context, kind = registered.settings.context, arithmetic_of(registered.device)
+        context, kind = train_state.settings.context, arithmetic_of(train_state.settings.device)
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
             f"After step {step}, the workers differ. A failure interrupted the report of the "
@@ -216,7 +216,7 @@ class ReplicaGuard(UpdateFeature):
             f"{_REMEDY.format('worker 0')}"
         )
         report = local, kind, self._equal_step
-        broadcast = registered.collectives.broadcast
+        broadcast = train_state.collectives.broadcast
         reports = [broadcast(lambda: report, rank) for rank in range(context.world_size)]
         kinds = {kind for _, kind, _ in reports}
         self._equal_step = max(step for _, _, step in reports)  # a new worker has compared nothing
@@ -227,7 +227,7 @@ class ReplicaGuard(UpdateFeature):
         minority = minority_of(differences, context.world_size)
         message = self._message(differences, minority)
         if len(kinds) > 1 and not any(kind == "options" for kind, _ in differences):
-            registered.warn_once(
+            train_state.settings.warn_once(
                 "devices",
                 "%s The workers compute on different devices or with different numbers of threads "
                 "(%s), so this may be rounding.",
@@ -238,9 +238,9 @@ class ReplicaGuard(UpdateFeature):
             self._problem = message
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
-                registered.update.set_damaged(True)
+                train_state.update.set_damaged(True)
             # Wait until all know it, because the driver interrupts the others if one raises.
-            registered.collectives.barrier()
+            train_state.collectives.barrier()
             raise ReplicasDifferError(message, ranks=minority)
 
     def _message(self, differences: Mapping[tuple[str, str], Any], minority: list[int]) -> str:
@@ -253,7 +253,7 @@ class ReplicaGuard(UpdateFeature):
         in_modules |= any(name.startswith("criteria") for _, name in differences)
         if len(names) > _MAX_SHOWN:
             text += f"; and {len(names) - _MAX_SHOWN} more"
-        step = self._registered.position.global_step
+        step = self._train_state.position.global_step
         return (
             f"After step {step}, {who} differ in: {text}. They were equal after step "
             f"{self._equal_step}. Common causes: code that changes them on one worker only, such "

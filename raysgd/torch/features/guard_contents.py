@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from raysgd.torch.features.averaging import WeightAveraging
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.replicated_model import running_statistics
 from raysgd.torch.tensors import TensorVersions, renormalized_weights
+from raysgd.torch.train_state import TorchTrainState
 from raysgd.torch.wrappers import is_ddp, user_module
 
 Content = tuple[str, str, Any]
@@ -31,8 +31,8 @@ class ReplicaContents:
 
     has_run = False  # a forward pass may have run since all workers had the same buffers
 
-    def __init__(self, registered: RegisteredObjects, averaging: WeightAveraging) -> None:
-        self._registered, self._keeps_all_equal = registered, registered.exchange.keeps_all_equal
+    def __init__(self, train_state: TorchTrainState, averaging: WeightAveraging) -> None:
+        self._train_state, self._keeps_all_equal = train_state, train_state.exchange.keeps_all_equal
         self._averaging = averaging
         self._record()
         self.record_buffers()
@@ -41,22 +41,22 @@ class ReplicaContents:
 
     def _record(self) -> None:
         """Record the modules and parameters of the registered models."""
-        registered = self._registered
-        modules = [module for model in registered.models for module in model.modules()]
+        train_state = self._train_state
+        modules = [module for model in train_state.models for module in model.modules()]
         views = [(m._modules.values(), m._parameters.values()) for m in modules]
         self._children = list(itertools.chain.from_iterable(views))
         # Only objects that exist have unique ids.
         self._members = list(itertools.chain.from_iterable(self._children))
-        self._named = [list(user_module(model).named_parameters()) for model in registered.models]
+        self._named = [list(user_module(model).named_parameters()) for model in train_state.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
-        self._renormalized = renormalized_weights(registered.models)
-        groups = [group for o in registered.optimizers for group in o.param_groups]
+        self._renormalized = renormalized_weights(train_state.models)
+        groups = [group for o in train_state.optimizers for group in o.param_groups]
         self._stepped = {parameter for group in groups for parameter in group["params"]}
         self._recorded = self._structure()
 
     def _structure(self) -> list[Any]:
         children = map(id, itertools.chain.from_iterable(self._children))
-        groups = [group for o in self._registered.optimizers for group in o.param_groups]
+        groups = [group for o in self._train_state.optimizers for group in o.param_groups]
         sizes = [len(group["params"]) for group in groups]
         return [*children, *sizes, *map(_dtype, self._parameters)]
 
@@ -64,7 +64,7 @@ class ReplicaContents:
         """Raise an error if the next step would train what the workers do not keep equal."""
         if self._structure() == self._recorded:
             return
-        for feature in self._registered.features:
+        for feature in self._train_state.features:
             feature.check_parameters()
         before = self._stepped
         self._record()
@@ -79,7 +79,7 @@ class ReplicaContents:
     # ---- buffers
 
     def _all_buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        for index, model in enumerate(map(user_module, self._registered.models)):
+        for index, model in enumerate(map(user_module, self._train_state.models)):
             statistics = set(map(id, running_statistics(model)))
             for name, buffer in model.named_buffers():
                 if id(buffer) not in statistics and not buffer.is_inference():
@@ -105,11 +105,11 @@ class ReplicaContents:
 
     def contents(self, in_step: bool, is_new: bool) -> Iterator[Content]:
         """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
-        registered = self._registered
-        is_unsharded = registered.placement.is_unsharded
+        train_state = self._train_state
+        is_unsharded = train_state.placement.is_unsharded
         equal, replicated = self._equal_buffers(), set[torch.Tensor]()
-        compared = [self._keeps_all_equal or is_ddp(model) for model in registered.models]
-        for index, model in enumerate(registered.models):
+        compared = [self._keeps_all_equal or is_ddp(model) for model in train_state.models]
+        for index, model in enumerate(train_state.models):
             if not compared[index]:
                 continue
             ignored: Any = getattr(model, "parameters_to_ignore", ())
@@ -127,15 +127,15 @@ class ReplicaContents:
         for index, path, _ in self._all_buffers():
             if compared[index]:
                 yield "buffers", path, equal.get(path)
-        for index, optimizer in enumerate(registered.optimizers):
+        for index, optimizer in enumerate(train_state.optimizers):
             if self._keeps_all_equal or replicated.issuperset(self._stepped):
                 path, has_all = f"optimizers[{index}]", is_unsharded(optimizer)
                 yield from _optimizer_contents(path, optimizer, replicated, has_all)
-        for index, scheduler in enumerate(registered.schedulers if self._keeps_all_equal else ()):
+        for index, scheduler in enumerate(train_state.schedulers if self._keeps_all_equal else ()):
             yield from _contents_in(f"schedulers[{index}]", scheduler.state_dict())
-        yield from _contents_in("scaler", registered.precision.scaler_tensors())
+        yield from _contents_in("scaler", train_state.precision.scaler_tensors())
         yield from _contents_in("averages", self._averaging.averages)
-        for name, modules in ("models", registered.models), ("criteria", registered.criteria):
+        for name, modules in ("models", train_state.models), ("criteria", train_state.criteria):
             for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):
                     yield from _hyperparameters(f"{name}[{index}]", user_module(module))

@@ -9,7 +9,7 @@ import torch
 
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.registered import RegisteredObjects
+from raysgd.torch.train_state import TorchTrainState
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
 
@@ -23,15 +23,15 @@ class SampleRate(UpdateFeature):
 
     needs_warm_up = True  # so that a replacement worker knows its speed when it joins
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._on_gpu = registered.device.type == "cuda"
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._on_gpu = train_state.settings.device.type == "cuda"
         self._began: Any = None
         self._ended: Any = None
         self._size: float | None = None
         self._step: list[tuple[float, Any, Any]] = []
         self._steps: deque[list[tuple[float, Any, Any]]] = deque(maxlen=_NUM_STEPS)
         self._is_first = True
-        for model in registered.models:
+        for model in train_state.models:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._record_gradient_time)

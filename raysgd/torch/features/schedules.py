@@ -11,29 +11,29 @@ from raysgd.torch.features.rollback import OptimizerCopies
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.object_states import load_scheduler, scheduler_state
 from raysgd.torch.register_checks import required_arguments
-from raysgd.torch.registered import RegisteredObjects
+from raysgd.torch.train_state import TorchTrainState
 
 
 class Schedules(UpdateFeature):
-    def __init__(self, registered: RegisteredObjects, checks: StepChecks) -> None:
-        self._registered, self._checks = registered, checks
+    def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
+        self._train_state, self._checks = train_state, checks
         self._at_update: list[Callable[[], None]] = []  # functions that restore what it began with
         self._at_step = self._at_update
 
     def step(self, update: Update) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
-        per_batch = self._registered.scheduler_step_freq == "batch"
+        per_batch = self._train_state.scheduler_step_freq == "batch"
         is_skipped = update.optimizer_steps.are_skipped and per_batch
         if is_skipped or not update.micro_batch.ends_step:
             return
         if update.in_last_micro_batch:
             self._checks.before_commit(update)  # also before a scheduler steps
-        for scheduler in self._registered.schedulers:
+        for scheduler in self._train_state.schedulers:
             scheduler.step()
 
     def step_with_metric(self, metric: float) -> None:
         """Step every scheduler. An optional ``epoch`` of its ``step`` does not get the metric."""
-        for scheduler in self._registered.schedulers:
+        for scheduler in self._train_state.schedulers:
             takes = next(iter(inspect.signature(scheduler.step).parameters), "epoch")
             has_metric = takes != "epoch" or required_arguments(scheduler.step)
             scheduler.step(*[metric] if has_metric else [])
@@ -56,7 +56,7 @@ class Schedules(UpdateFeature):
         self.commit(update)
 
     def _copies(self) -> list[Callable[[], None]]:
-        schedulers, optimizers = self._registered.schedulers, self._registered.optimizers
+        schedulers, optimizers = self._train_state.schedulers, self._train_state.optimizers
         states = map_leaves(list(map(scheduler_state, schedulers)), lambda leaf: leaf)  # new lists
         pairs = zip(schedulers, states, strict=True)
         restore = [partial(load_scheduler, scheduler, state) for scheduler, state in pairs]

@@ -11,8 +11,8 @@ from raysgd.loop.segment import Segment
 from raysgd.loop.update import Update
 from raysgd.torch.input.batches import ParsedBatch
 from raysgd.torch.register_checks import required_arguments
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import TensorVersions, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
@@ -24,9 +24,9 @@ class StepChecks(UpdateFeature):
     whole batches, unless an accumulation needs several.
     """
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered, self._precision = registered, registered.precision
-        self._refuse_split = registered.refuse_split
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state, self._precision = train_state, train_state.precision
+        self._refuse_split = train_state.micro_batching.refuse_split
         self._watched: dict[int, TensorVersions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self.keeps_gradients = False  # for the next update: train_batch accumulates them itself
@@ -36,7 +36,7 @@ class StepChecks(UpdateFeature):
 
     def begin_micro_batch(self, update: Update) -> None:
         has_gap = update.loss_weights.num_earlier < update.micro_batch_index
-        if has_gap and any(map(_has_gradients, self._registered.optimizers)):
+        if has_gap and any(map(_has_gradients, self._train_state.optimizers)):
             self._refuse_split(_NO_BACKWARD)
         if update.is_split and not update.has_fixed_parts and self._has_gradient_hooks():
             self._refuse_split("a hook of a parameter may change accumulated gradients")
@@ -50,29 +50,29 @@ class StepChecks(UpdateFeature):
 
     def commit(self, update: Update) -> None:
         self._watched.clear()
-        registered, why = self._registered, ""
+        train_state, why = self._train_state, ""
         steps, losses = update.optimizer_steps, update.loss_weights
-        self.keeps_gradients = not steps.counts and any(map(_has_gradients, registered.optimizers))
-        if self._collective or registered.options.elastic.shares != "even":
+        self.keeps_gradients = not steps.counts and any(map(_has_gradients, train_state.optimizers))
+        if self._collective or train_state.settings.options.elastic.shares != "even":
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
             elif self._collective and losses.counted_items is None:
                 why = f"calls {self._collective}, and self.backward(loss) without num_samples"
-        num_even = registered.settings.context.world_size * update.plan.num_samples if why else 0
+        num_even = train_state.settings.context.world_size * update.plan.num_samples if why else 0
         if steps.counts and why and update.plan.total_samples not in (None, num_even):
-            registered.warn_once(
+            train_state.settings.warn_once(
                 "weight",
                 "The workers have different numbers of samples in step %d, and train_batch %s. "
                 "Losses then have wrong weights. Pass num_samples to self.backward for each loss. "
                 'Or use drop_last=True, and ElasticConfig(global_batch="scale", shares="even").',
-                registered.position.global_step,
+                train_state.position.global_step,
                 why,
             )
 
     def roll_back(self, update: Update) -> None:
         self._watched.clear()
         if self.keeps_gradients:
-            self._registered.warn_once(
+            self._train_state.settings.warn_once(
                 "kept",
                 "A step failed, and the gradients that train_batch kept from earlier batches are "
                 "lost. To accumulate gradients, use register(gradient_accumulation_steps=...).",
@@ -82,7 +82,7 @@ class StepChecks(UpdateFeature):
     # ---- within a micro-batch
 
     def refuse_collective(self, name: str) -> None:
-        update = self._registered.update
+        update = self._train_state.update
         if not update.is_open or update.optimizer_steps.running_optimizer is not None:
             return
         self._collective = name
@@ -94,8 +94,8 @@ class StepChecks(UpdateFeature):
 
     def warn_of_dropped_samples(self, segment: Segment | None) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
-        registered, update = self._registered, self._registered.update
-        has_weight = registered.exchange.averaging_size > 1 or not update.has_one_micro_batch
+        train_state, update = self._train_state, self._train_state.update
+        has_weight = train_state.exchange.averaging_size > 1 or not update.has_one_micro_batch
         if not has_weight or segment is None or (drawn := segment.num_collated) is None:
             return
         batch = ParsedBatch((segment.batch,), {}, None)
@@ -104,7 +104,7 @@ class StepChecks(UpdateFeature):
             self.warn_of_unclear_samples(batch, drawn, drawn)
 
     def warn_of_unclear_samples(self, batch: ParsedBatch, drawn: int | None, count: int) -> None:
-        self._registered.warn_once(
+        self._train_state.settings.warn_once(
             "samples",
             "The number of samples in a batch is not clear: its tensors have %s rows, and the "
             "loader joined %s samples. raysgd counts %d samples. If losses are means over "
@@ -117,17 +117,17 @@ class StepChecks(UpdateFeature):
         )
 
     def before_backward(self, count: LossCount) -> None:
-        update, registered = self._registered.update, self._registered
-        has_one_batch = registered.accumulation_steps == 1 and not update.has_fixed_parts
+        update, train_state = self._train_state.update, self._train_state
+        has_one_batch = train_state.accumulation_steps == 1 and not update.has_fixed_parts
         if has_one_batch and update.loss_weights.has_loss and count.num_items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.num_items is None and not count.is_sum
         has_gap = update.loss_weights.num_earlier < update.micro_batch_index
-        if has_gap and counts_samples and registered.exchange.averaging_size > 1:
+        if has_gap and counts_samples and train_state.exchange.averaging_size > 1:
             self._require_unsplit(_NO_BACKWARD)
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
-        for optimizer in registered.optimizers if self._watched else ():
+        for optimizer in train_state.optimizers if self._watched else ():
             gradients = _gradients_of(optimizer)
             if self._have_changed(optimizer) and any(g is not None and g.any() for g in gradients):
                 why = self._precision.name if self._precision.scales_loss else "Accumulation"
@@ -138,12 +138,12 @@ class StepChecks(UpdateFeature):
                 )
 
     def after_backward(self) -> None:
-        update = self._registered.update
+        update = self._train_state.update
         is_final = update.in_last_micro_batch and not update.has_fixed_parts
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:
-        losses = self._registered.update.loss_weights
+        losses = self._train_state.update.loss_weights
         if not is_first:  # request of a step in the micro-batch
             self._require_unsplit(f"train_batch steps the same {type(optimizer).__name__} twice")
         if _needs_closure(type(optimizer).step):
@@ -153,7 +153,7 @@ class StepChecks(UpdateFeature):
             )
         is_watched = self._watched and (losses.has_loss or self._precision.scales_loss)
         if is_watched and self._have_changed(optimizer):
-            number, why = self._registered.accumulation_steps, self._precision.name
+            number, why = self._train_state.accumulation_steps, self._precision.name
             why = f"gradient_accumulation_steps={number}" if number > 1 else why
             raise RuntimeError(
                 "train_batch changes gradients between self.backward(loss) and self.optimizer_step("
@@ -166,7 +166,7 @@ class StepChecks(UpdateFeature):
 
     def check_direct_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reject ``optimizer.step()`` in user code that must call ``optimizer_step``."""
-        update, features = self._registered.update, self._registered.features
+        update, features = self._train_state.update, self._train_state.features
         if update.is_open:
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
         why = next((f.why_optimizer_step for f in features if f.why_optimizer_step), "")
@@ -182,13 +182,14 @@ class StepChecks(UpdateFeature):
 
     def _has_gradient_hooks(self) -> bool:
         """Return whether user code has hooks that see the gradients of earlier micro-batches."""
-        num_expected = self._registered.options.elastic.shares == "measured"  # of `SampleRate`
-        parameters = (p for model in self._registered.models for p in model.parameters())
+        options = self._train_state.settings.options
+        num_expected = options.elastic.shares == "measured"  # of `SampleRate`
+        parameters = (p for model in self._train_state.models for p in model.parameters())
         # No public attribute has these hooks.
         return any(len(p._post_accumulate_grad_hooks or ()) > num_expected for p in parameters)
 
     def _watch_gradients(self, is_watched: bool) -> None:
-        watched = self._registered.optimizers if is_watched else ()
+        watched = self._train_state.optimizers if is_watched else ()
         self._watched = {id(o): TensorVersions(partial(_gradients_of, o)) for o in watched}
 
     def _have_changed(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -207,8 +208,8 @@ class StepChecks(UpdateFeature):
     def _require_unsplit(self, why: str) -> None:
         """Refuse to split the batch. Raise RuntimeError if the update has several parts."""
         self._refuse_split(why)
-        if not self._registered.update.has_one_micro_batch:
-            num_batches = self._registered.accumulation_steps
+        if not self._train_state.update.has_one_micro_batch:
+            num_batches = self._train_state.accumulation_steps
             raise RuntimeError(
                 f"{why}. With gradient_accumulation_steps={num_batches}, call self.backward(loss) "
                 "and self.optimizer_step(optimizer) once for every batch. For a batch without a "

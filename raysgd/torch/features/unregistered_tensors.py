@@ -6,8 +6,8 @@ import torch
 
 from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.register_checks import attributes_of, is_metric
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.tensors import version_of
+from raysgd.torch.train_state import TorchTrainState
 from raysgd.torch.wrappers import user_module
 
 
@@ -21,8 +21,8 @@ class UnregisteredTensors(UpdateFeature):
     It also warns of objects in place of registered ones.
     """
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered = registered
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state = train_state
         self._operator: Any = None
         self._names: set[str] = set()
         self._registered_names: list[str] = []
@@ -36,15 +36,15 @@ class UnregisteredTensors(UpdateFeature):
         self._registered_names = [name for name, value in attributes if _key(value) in registered]
 
     def _registered_ids(self) -> set[int]:
-        registered = self._registered
-        return set(map(_key, (*registered.models, *registered.optimizers, *registered.schedulers)))
+        state = self._train_state
+        return set(map(_key, (*state.models, *state.optimizers, *state.schedulers)))
 
     def begin_call(self, logs_steps: bool) -> None:
         registered = self._registered_ids()
         for name in self._registered_names:
             value = getattr(self._operator, name, None)
             if value is not None and _key(value) not in registered:
-                self._registered.warn_once(
+                self._train_state.settings.warn_once(
                     f"replaced {name}",
                     "self.%s was replaced by a %s that is not registered. Checkpoints and workers "
                     "that start later lack it. Change the registered object, or register both in "
@@ -63,7 +63,7 @@ class UnregisteredTensors(UpdateFeature):
         names = [name for name in before | now if name in self._names]
         changed = [name for name in names if before.get(name) != now.get(name)]
         if changed and not self._operator.state_dict():
-            self._registered.warn_once(
+            self._train_state.settings.warn_once(
                 "unregistered tensors",
                 "train_batch changed %s. Checkpoints and workers that start later, such as "
                 "replacements, do not have this change. Register modules, also frozen ones, as "
@@ -82,7 +82,7 @@ class UnregisteredTensors(UpdateFeature):
                 tensors.update((*value.named_parameters(name), *value.named_buffers(name)))
         registered = {
             id(tensor)
-            for model in self._registered.models
+            for model in self._train_state.models
             for tensor in (*model.parameters(), *model.buffers())
         }
         return {

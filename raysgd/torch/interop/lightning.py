@@ -141,7 +141,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                     'interval="step" with "batch" or interval="epoch" with "epoch".'
                 )
             schedulers.append(options["scheduler"])
-        self._train_state.registered.scheduler_step_freq = frequency
+        self._train_state.scheduler_step_freq = frequency
         return optimizers, schedulers
 
     @contextlib.contextmanager

@@ -40,11 +40,11 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.update import MicroBatchMetrics, Update
 from raysgd.metrics import on_cpu
 from raysgd.torch.input.orders import seed_all
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import arithmetic_of, copy_leaf, multiply_all, parameters_of, version_of
+from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "num_shards"
 _MODE = 'exact="bits"'
@@ -69,19 +69,19 @@ class EqualBitsExchange(GroupExchange):
     why_optimizer_step = _MODE
     averaging_size = 1  # gradients are summed
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        super().__init__(registered)
-        self._precision = registered.precision
-        options = registered.options
+    def __init__(self, train_state: TorchTrainState) -> None:
+        super().__init__(train_state)
+        self._precision = train_state.precision
+        options = train_state.settings.options
         self._num_parts = options.layout.num_planned_parts(options.num_workers)
-        self._buffers = EqualBitsBuffers(registered)
+        self._buffers = EqualBitsBuffers(train_state)
         self._clear()
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        call, options = f"TorchTrainer({_MODE})", self._registered.options
-        conflicts.check("equal bits", call, options, self._registered.models)
-        _check_modules(self._registered.models)
+        call, options = f"TorchTrainer({_MODE})", self._train_state.settings.options
+        conflicts.check("equal bits", call, options, self._train_state.models)
+        _check_modules(self._train_state.models)
 
     def _clear(self) -> None:
         self._gradients: dict[int, PartGradients] = {}  # by ID of the optimizer
@@ -93,11 +93,11 @@ class EqualBitsExchange(GroupExchange):
 
     def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
-        if not self._registered.settings.context.distributed:
+        if not self._train_state.settings.context.distributed:
             return
-        local = arithmetic_of(self._registered.device)
-        first = self._registered.collectives.broadcast(lambda: local, 0)
-        if self._registered.collectives.any_rank(local != first):
+        local = arithmetic_of(self._train_state.settings.device)
+        first = self._train_state.collectives.broadcast(lambda: local, 0)
+        if self._train_state.collectives.any_rank(local != first):
             raise RuntimeError(
                 f"{_MODE} needs workers of one kind, but worker 0 has {first}, and "
                 f"another worker differs (this one has {local}). Choose equal hosts with "
@@ -121,26 +121,26 @@ class EqualBitsExchange(GroupExchange):
     # ---- hooks of a step
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._seed_user_code(self._registered.position.epoch)
+        self._seed_user_code(self._train_state.position.epoch)
 
     def end_epoch(self, epoch: int) -> None:
         self._seed_user_code(epoch)
 
     def _seed_user_code(self, epoch: int) -> None:
         """Seed the generators for code of the next ``train_epoch`` before its first batch."""
-        seed_all(self._registered.position.seed, epoch)
+        seed_all(self._train_state.position.seed, epoch)
 
     def begin_update(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""
         self._scales = [t.clone() for t in self._precision.scaler_tensors()]
 
     def begin_micro_batch(self, update: Update) -> None:
-        index, source = update.micro_batch_index, self._registered.data.training_source
+        index, source = update.micro_batch_index, self._train_state.data.training_source
         if index > 0:
             self._end_part()
-            for optimizer in self._registered.optimizers:  # of losses of other optimizers
+            for optimizer in self._train_state.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
-        for model in self._registered.models:  # also of parameters that no optimizer has yet
+        for model in self._train_state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
         owned = source.partition.owned_parts
         self._buffers.begin(owned[index % len(owned)], is_first=index <= 0)
@@ -151,18 +151,18 @@ class EqualBitsExchange(GroupExchange):
         if self._stepped:
             self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
-            raise RuntimeError(_PARTS_DIFFER.format(_MODE, self._registered.position.global_step))
+            raise RuntimeError(_PARTS_DIFFER.format(_MODE, self._train_state.position.global_step))
         self._stepped, self._stepped_before = [], self._stepped
 
     def before_commit(self, update: Update) -> None:
         self._end_part()
         if not self._stepped_before:
             self._reduce_flags(0, [])
-        update.hold_metrics(all_gather_metrics(self._registered, update.pop_metrics()))
+        update.hold_metrics(all_gather_metrics(self._train_state, update.pop_metrics()))
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            self._registered.buffer_copies.roll_back(update)  # it keeps no statistics
+            self._train_state.buffer_copies.roll_back(update)  # it keeps no statistics
         self._clear()
 
     def roll_back(self, update: Update) -> None:
@@ -176,7 +176,7 @@ class EqualBitsExchange(GroupExchange):
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the gradients of a part, when its optimizer would step."""
         if not self._stepped and _num_operations() != self._num_operations:
-            self._registered.refuse_split(
+            self._train_state.micro_batching.refuse_split(
                 "train_batch communicates with other workers",
                 "leave out collectives and messages, also in hooks of the backward pass.",
             )
@@ -188,7 +188,7 @@ class EqualBitsExchange(GroupExchange):
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
-        update, device = self._registered.update, self._registered.device
+        update, device = self._train_state.update, self._train_state.settings.device
         if (count := update.loss_weights.counted_items) is not None:
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         collected = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
@@ -202,7 +202,7 @@ class EqualBitsExchange(GroupExchange):
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the sum over all parts into the gradients. Every rank must call this."""
-        update, optimizers = self._registered.update, self._registered.optimizers
+        update, optimizers = self._train_state.update, self._train_state.optimizers
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers, 1)}
         if not update.is_open or id(optimizer) not in numbers:
             raise RuntimeError(
@@ -214,7 +214,7 @@ class EqualBitsExchange(GroupExchange):
         collected = self._gradients.pop(id(optimizer))
         kind = 2 * numbers[id(optimizer)] + (update.loss_weights.counted_items is not None)
         flags = self._reduce_flags(kind, [*collected.flags, *self._buffers.merge_kinds()])
-        partition = self._registered.data.training_source.partition
+        partition = self._train_state.data.training_source.partition
         total = sum_over_workers(collected.tree, self._num_parts, partition.shares)
         if update.loss_weights.counted_items is not None:
             *total, count = total
@@ -234,11 +234,11 @@ class EqualBitsExchange(GroupExchange):
         if not dist.is_initialized():
             return list(flags)
         # Messages of different optimizers have equal sizes, so that they can be compared.
-        width = max(len(parameters_of(optimizer)) for optimizer in self._registered.optimizers)
-        padding = [0] * (width + len(self._registered.buffer_copies.values) - len(flags))
-        step = self._registered.position.global_step
+        width = max(len(parameters_of(optimizer)) for optimizer in self._train_state.optimizers)
+        padding = [0] * (width + len(self._train_state.buffer_copies.values) - len(flags))
+        step = self._train_state.position.global_step
         sent = [step, kind, -step, -kind, *(-flag for flag in flags), *padding]
-        minima = self._registered.collectives.all_reduce_min(*sent)
+        minima = self._train_state.collectives.all_reduce_min(*sent)
         min_step, min_kind, minus_max_step, minus_max_kind, *agreed = minima
         if (min_step, min_kind) != (-minus_max_step, -minus_max_kind):
             raise RuntimeError(_PARTS_DIFFER.format(_MODE, min_step))
@@ -276,8 +276,8 @@ class PartGradients:
 class EqualBitsBuffers:
     """The buffers after each part. Each part begins with the buffers of the step's start."""
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered = registered
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state = train_state
         self.part, self._start, self._versions = 0, list[Any](), list[Any]()
         self.clear()
 
@@ -288,9 +288,9 @@ class EqualBitsBuffers:
     def begin(self, part: int, is_first: bool) -> None:
         """Restore the buffers that a part begins with, unless it `is_first`."""
         self.part = part
-        self._start = self._stored.get(part, self._registered.buffer_copies.values)
+        self._start = self._stored.get(part, self._train_state.buffer_copies.values)
         if not is_first:
-            self._registered.buffer_copies.write(self._start)
+            self._train_state.buffer_copies.write(self._start)
         self._versions = self._newest_versions()
 
     def check_unchanged(self) -> None:
@@ -302,13 +302,13 @@ class EqualBitsBuffers:
             )
 
     def _newest_versions(self) -> list[Any]:
-        buffers = self._registered.buffer_copies.tensors()
+        buffers = self._train_state.buffer_copies.tensors()
         return [None if b is None else (b.data_ptr(), version_of(b)) for b in buffers]
 
     def store(self) -> None:
         """Store the buffers that the part has changed."""
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
-        newest = zip(self._start, self._registered.buffer_copies.tensors(), strict=True)
+        newest = zip(self._start, self._train_state.buffer_copies.tensors(), strict=True)
         self._stored[self.part] = [
             before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
@@ -316,14 +316,14 @@ class EqualBitsBuffers:
 
     def merge_kinds(self) -> list[int]:
         """Return how to merge each buffer."""
-        rows = zip(self._registered.buffer_copies.values, *self._stored.values(), strict=True)
+        rows = zip(self._train_state.buffer_copies.values, *self._stored.values(), strict=True)
         return [max((_merge_kind(old, new) for new in kept), default=_KEEP) for old, *kept in rows]
 
     def merge(self, kinds: Sequence[int], partition: EpochPartition) -> None:
         """Set floats to their old values and the mean of the changes, others as in part 0."""
         if not any(kinds):
             return
-        before: list[Any] = self._registered.buffer_copies.values
+        before: list[Any] = self._train_state.buffer_copies.values
         merged, first = list(before), self._stored.get(0, before)
         is_distributed = dist.is_initialized()
         means, others, objects = (
@@ -335,20 +335,20 @@ class EqualBitsBuffers:
                 merged[i] = before[i] + change
         copies, contents = [copy_leaf(first[i]) for i in others], [first[i] for i in objects]
         if copies and is_distributed:
-            self._registered.collectives.broadcast_tensors(copies, 0)
+            self._train_state.collectives.broadcast_tensors(copies, 0)
         if contents and is_distributed:
-            contents = self._registered.collectives.broadcast(lambda: contents, 0)
+            contents = self._train_state.collectives.broadcast(lambda: contents, 0)
         for i, value in zip([*others, *objects], [*copies, *contents], strict=True):
             merged[i] = value
         self.clear()
-        self._registered.buffer_copies.write(merged)
+        self._train_state.buffer_copies.write(merged)
         self._versions = self._newest_versions()
 
     def _mean_change(
         self, indices: Sequence[int], partition: EpochPartition
     ) -> Sequence[torch.Tensor]:
-        before: list[Any] = self._registered.buffer_copies.values
-        plan, owned, tree = self._registered.update.plan, partition.owned_parts, TreeSum()
+        before: list[Any] = self._train_state.buffer_copies.values
+        plan, owned, tree = self._train_state.update.plan, partition.owned_parts, TreeSum()
         for position, part in enumerate(owned):
             micro_batches = plan.micro_batches[position :: len(owned)]
             num_samples = sum(micro_batch.num_samples or 0 for micro_batch in micro_batches)
@@ -359,19 +359,19 @@ class EqualBitsBuffers:
 
 
 def all_gather_metrics(
-    registered: RegisteredObjects, updates: Sequence[MicroBatchMetrics]
+    train_state: TorchTrainState, updates: Sequence[MicroBatchMetrics]
 ) -> list[MicroBatchMetrics]:
     """Return the metrics of all workers' parts, so that those of a lost worker are kept."""
-    partition = registered.data.training_source.partition
+    partition = train_state.data.training_source.partition
     parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
     local = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
     messages = [pickle.dumps(map_leaves(local, on_cpu))]
     if dist.is_initialized():
-        num_words = -registered.collectives.all_reduce_min(-len(messages[0]) // 4)[0]
+        num_words = -train_state.collectives.all_reduce_min(-len(messages[0]) // 4)[0]
         content = bytearray(messages[0].ljust(4 * num_words, b"\0"))  # `loads` ignores the zeros
         gathered = torch.zeros(dist.get_world_size(), num_words, dtype=torch.int32)
         gathered[dist.get_rank()] = torch.frombuffer(content, dtype=torch.int32)
-        gathered = gathered.to(registered.device)
+        gathered = gathered.to(train_state.settings.device)
         dist.all_reduce(gathered)  # the rows of the other workers are zeros
         messages = [row.tobytes() for row in gathered.cpu().numpy()]
     rows = [row for message in messages for row in pickle.loads(message)]

@@ -20,13 +20,13 @@ from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import Piece, ShardUpdate
 from raysgd.torch.tensors import copy_all, copy_to_cpu
+from raysgd.torch.train_state import TorchTrainState
 
 
 class FullyShardedPlacement(OptimizerShards, StatePlacement):
@@ -36,25 +36,26 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
     can repeat its update. `OptimizerShards` has a table of what differs.
 
     Args:
-        registered: the registered objects, with the user's models and an elementwise optimizer. The
+        train_state: the training state, with the user's models and an elementwise optimizer. The
             module objects stay the same. The optimizer gets new parameters in each generation.
         arguments: ``sharding_args`` of ``register``.
     """
 
-    def __init__(self, registered: RegisteredObjects, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, train_state: TorchTrainState, arguments: Mapping[str, Any]) -> None:
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise ImportError(
                 'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
                 f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
             )
-        if registered.micro_batching.batch_norms:
-            registered.refuse_split("batch normalization may need fewer parts on some workers")
-        models, (optimizer,) = registered.models, registered.optimizers
-        device, precision = registered.device, registered.precision
+        if train_state.micro_batching.batch_norms:
+            why = "batch normalization may need fewer parts on some workers"
+            train_state.micro_batching.refuse_split(why)
+        models, (optimizer,) = train_state.models, train_state.optimizers
+        device, precision = train_state.settings.device, train_state.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
         self.modules = ShardedModules(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
-        whole = () if registered.settings.context.is_alone else self.modules.parameters
+        whole = () if train_state.settings.context.is_alone else self.modules.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
         """Complete parameters for `shard_state`, by index."""
         self._received: dict[int, ShardUpdate] = {}
@@ -62,9 +63,9 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         self.features = (self,)
         if dist.get_world_size() > 1:
             parameters = [p.detach() for p in self.modules.parameters]
-            registered.collectives.broadcast_tensors(parameters, src=0)
+            train_state.collectives.broadcast_tensors(parameters, src=0)
         copies = arguments.get("copies")
-        super().__init__(optimizer, copies, registered, list(self.modules.parameters))
+        super().__init__(optimizer, copies, train_state, list(self.modules.parameters))
 
     def is_unsharded(self, owner: Any) -> bool:
         return False
@@ -126,7 +127,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
 
     def sync_initial_state(self) -> None:
         super().sync_initial_state()
-        self._registered.buffer_copies.receive(0)()
+        self._train_state.buffer_copies.receive(0)()
 
     # ---- state of this worker
 
@@ -146,7 +147,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
                 dtype = self._parameters[piece.param_index].dtype
                 piece.base = rows.to(self._device, dtype, copy=True)
         self._values = {}
-        context = self._registered.settings.context  # a replacement places its rows when it joins
+        context = self._train_state.settings.context  # a replacement places its rows when it joins
         if dist.is_initialized() and not context.is_alone:
             self._shard_models()
 
@@ -189,7 +190,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
             rows = {param_index: self.modules.rows(param_index) for param_index in shard}
             if number != layout.rank:
                 rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in shard.items()}
-            self._registered.collectives.broadcast_tensors(list(rows.values()), src=number)
+            self._train_state.collectives.broadcast_tensors(list(rows.values()), src=number)
             for param_index, (start, stop) in shard.items() if is_first else ():
                 values[param_index].view(-1)[start:stop] = rows[param_index]
         if not is_first:
@@ -207,11 +208,11 @@ class FullyShardedExchange(GroupExchange):
     keeps_all_equal = True
     needs_warm_up = False  # a replacement worker has no rows yet
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        super().__init__(registered)
-        sharded: Any = registered.placement
+    def __init__(self, train_state: TorchTrainState) -> None:
+        super().__init__(train_state)
+        sharded: Any = train_state.placement
         self._modules: ShardedModules = sharded.modules
-        self._synced_models = [m for m in registered.models if not only_running_statistics(m)]
+        self._synced_models = [m for m in train_state.models if not only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
     def check_parameters(self) -> None:
@@ -226,7 +227,7 @@ class FullyShardedExchange(GroupExchange):
     def begin_micro_batch(self, update: Update) -> None:
         """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
         buffers = [buffer for model in self._synced_models for buffer in model.buffers()]
-        self._registered.collectives.broadcast_tensors(buffers, src=0)
+        self._train_state.collectives.broadcast_tensors(buffers, src=0)
 
     def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -7,77 +7,77 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.register_checks import check_same_parameters
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.tensors import parameters_of, state_digest
+from raysgd.torch.train_state import TorchTrainState
 from raysgd.torch.wrappers import is_compiled, without_ddp
 
 
 class GroupExchange(GradientExchange):
     """What the exchanges have in common: the registered models, and the group of workers."""
 
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered = registered
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state = train_state
         self._dtypes: Mapping[Any, torch.dtype] = {}
 
     @property
     def needs_warm_up(self) -> bool:  # type: ignore[override]
-        models, device = self._registered.models, self._registered.device
+        models, device = self._train_state.models, self._train_state.settings.device
         return device.type == "cuda" or any(map(is_compiled, models))
 
     @property
     def averaging_size(self) -> int:  # type: ignore[override]
-        return self._registered.settings.context.world_size if self._averages_gradients else 1
+        return self._train_state.settings.context.world_size if self._averages_gradients else 1
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
-        self._dtypes = {p: p.dtype for m in self._registered.models for p in m.parameters()}
+        self._dtypes = {p: p.dtype for m in self._train_state.models for p in m.parameters()}
         # Also sets up subclasses. `build_operator` calls it again with the wrappers of `setup`.
         self.use_wrappers(())
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
-        self._registered.models = [wrapped.get(id(m), m) for m in self._registered.models]
+        self._train_state.models = [wrapped.get(id(m), m) for m in self._train_state.models]
 
     def sync_initial_state(self) -> None:
-        if self.keeps_all_equal and self._registered.has_all_parameters:
-            broadcast_models(self._registered)
+        if self.keeps_all_equal and self._train_state.has_all_parameters:
+            broadcast_models(self._train_state)
 
     def check_parameters(self) -> None:
-        models = list(map(without_ddp, self._registered.models))
+        models = list(map(without_ddp, self._train_state.models))
         dtypes = self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them
-            stepped = [p for o in self._registered.optimizers for p in parameters_of(o)]
+            stepped = [p for o in self._train_state.optimizers for p in parameters_of(o)]
             dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
         check_same_parameters(models, dtypes)
 
     def sync_buffers(self) -> None:
         buffers = [buffer for buffer in self._shared_buffers() if buffer.layout is torch.strided]
         if buffers:
-            group = self._registered.collectives
+            group = self._train_state.collectives
             group.barrier()  # an error if another worker still averages
             group.broadcast_tensors(buffers, src=0)
-            self._registered.buffer_copies.take()
+            self._train_state.buffer_copies.take()
 
     def _shared_buffers(self) -> list[torch.Tensor]:
-        return [buffer for model in self._registered.models for buffer in model.buffers()]
+        return [buffer for model in self._train_state.models for buffer in model.buffers()]
 
     def all_reduce_sum(self, number: float) -> float:
-        collectives = self._registered.collectives
+        collectives = self._train_state.collectives
         return collectives.all_reduce_sum(number) if self._averages_gradients else number
 
     @property
     def _averages_gradients(self) -> bool:
-        registered = self._registered
-        return registered.settings.context.distributed and registered.placement.replicates
+        train_state = self._train_state
+        return train_state.settings.context.distributed and train_state.placement.replicates
 
 
-def broadcast_models(registered: RegisteredObjects) -> None:
+def broadcast_models(train_state: TorchTrainState) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
-    tensors = [t.detach() for m in registered.models for t in (*m.parameters(), *m.buffers())]
+    tensors = [t.detach() for m in train_state.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-    if not registered.collectives.all_ranks_equal(int.from_bytes(state_digest(tensors)[:7])):
-        received = registered.collectives.broadcast(lambda: tensors, 0)
+    if not train_state.collectives.all_ranks_equal(int.from_bytes(state_digest(tensors)[:7])):
+        received = train_state.collectives.broadcast(lambda: tensors, 0)
         for tensor, value in zip(tensors, received, strict=False):
             if tensor.shape == value.shape:  # a buffer of another shape is a cache
                 tensor.copy_(value)
-        registered.buffer_copies.take()
+        train_state.buffer_copies.take()

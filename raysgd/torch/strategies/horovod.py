@@ -25,12 +25,12 @@ class HorovodExchange(GroupExchange):
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         super().wrap(ddp_args, horovod_args)
-        registered = self._registered
-        buffers = [buffer for model in registered.models for buffer in model.buffers()]
-        trained = [p for model in registered.models for p in model.parameters() if p.requires_grad]
+        train_state = self._train_state
+        buffers = [buffer for model in train_state.models for buffer in model.buffers()]
+        trained = [p for model in train_state.models for p in model.parameters() if p.requires_grad]
         compressed = "compression" in horovod_args  # Horovod then averages another dtype
         check_dtypes([str(t.dtype) for t in (buffers if compressed else [*buffers, *trained])])
-        num_passes = registered.accumulation_steps
+        num_passes = train_state.accumulation_steps
         self._arguments = {"backward_passes_per_step": num_passes, **horovod_args}
         self._distributed: dict[int, Any] = {}
         self.begin_generation()
@@ -43,11 +43,11 @@ class HorovodExchange(GroupExchange):
             before._grad_accs.clear()  # removes its hooks
             # If the graph of a failed step still exists, its hooks must never start an exchange.
             before.set_backward_passes_per_step(sys.maxsize)
-        for optimizer in self._registered.optimizers:
+        for optimizer in self._train_state.optimizers:
             optimized = set(map(id, parameters_of(optimizer)))
             named = [
                 (f"{number}.{name}", parameter)
-                for number, model in enumerate(self._registered.models)
+                for number, model in enumerate(self._train_state.models)
                 for name, parameter in model.named_parameters()
                 if id(parameter) in optimized
             ]

@@ -14,21 +14,21 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version
 from raysgd.torch.tensors import backward_pass_number, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 from raysgd.torch.wrappers import is_ddp
 
 
 class OwnModelsPlacement(StatePlacement):
     """Each worker keeps its own models, unless user code has wrapped some of them."""
 
-    def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
-        self._registered = registered
+    def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
+        self._train_state = train_state
 
-    replicates: Any = property(lambda self: any(map(is_ddp, self._registered.models)))
+    replicates: Any = property(lambda self: any(map(is_ddp, self._train_state.models)))
 
 
 class WrapperExchange(GroupExchange):
@@ -40,13 +40,13 @@ class WrapperExchange(GroupExchange):
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        registered = self._registered
-        self._wrappers = [m for m in registered.models if isinstance(m, DistributedDataParallel)]
+        train_state = self._train_state
+        self._wrappers = [m for m in train_state.models if isinstance(m, DistributedDataParallel)]
         self._averaged = list(map(replicated_model.averaged_parameters, self._wrappers))
         if any(wrapper.static_graph for wrapper in self._wrappers):
             why = "DistributedDataParallel(static_graph=True) cannot accumulate"
-            registered.refuse_split(why)
-            if registered.accumulation_steps > 1:
+            train_state.micro_batching.refuse_split(why)
+            if train_state.accumulation_steps > 1:
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
     def begin_generation(self) -> None:
@@ -55,7 +55,7 @@ class WrapperExchange(GroupExchange):
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         buffers: list[torch.Tensor] = []
-        for model in self._registered.models:
+        for model in self._train_state.models:
             if is_ddp(model):
                 buffers += model.buffers()
             elif self.keeps_all_equal:
@@ -93,13 +93,13 @@ class ReplicatedExchange(WrapperExchange):
     keeps_all_equal = True
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
-        registered = self._registered
-        device, num_given = registered.device, len(registered.given_models)
-        registered.models = [
+        train_state = self._train_state
+        device, num_given = train_state.settings.device, len(train_state.given_models)
+        train_state.models = [
             replicated_model.wrap(model, device, ddp_args, is_criterion=index >= num_given)
-            for index, model in enumerate(registered.models)
+            for index, model in enumerate(train_state.models)
         ]
-        registered.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
+        train_state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
         super().wrap(ddp_args, horovod_args)
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:

@@ -23,7 +23,6 @@ from raysgd.checkpoint.shards import PARAMETER, SavedPiece
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies.shards import (
     Piece,
     ShardLayout,
@@ -34,6 +33,7 @@ from raysgd.torch.strategies.shards import (
     plan_transfers,
 )
 from raysgd.torch.tensors import copy_all, copy_leaf, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 
 _PARTIAL = -1
 """Version of a partly updated state, which is unusable."""
@@ -73,7 +73,7 @@ class OptimizerShards(UpdateFeature):
     Args:
         optimizer: one of `raysgd.torch.tensors.ELEMENTWISE`, with averaged gradients.
         copies: see `ShardLayout`.
-        registered: the registered objects.
+        train_state: the training state.
         parameters: parameters that are sharded too, by rows. None if each worker has the complete
             parameters. The layout then covers those of the optimizer, also if they are frozen.
     """
@@ -84,11 +84,11 @@ class OptimizerShards(UpdateFeature):
         self,
         optimizer: torch.optim.Optimizer,
         copies: int | None,
-        registered: RegisteredObjects,
+        train_state: TorchTrainState,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._registered, self._device = registered, registered.device
+        self._train_state, self._device = train_state, train_state.settings.device
         optimized: list[Any] = parameters_of(optimizer)
         self._parameters: Sequence[torch.Tensor] = parameters or optimized
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
@@ -197,20 +197,20 @@ class OptimizerShards(UpdateFeature):
     def _await_workers(self) -> None:
         """Wait until all workers have come this far, so that either all or none update."""
         if self._layout.size > 1:
-            self._registered.collectives.barrier()
+            self._train_state.collectives.barrier()
 
     @torch.no_grad()
     def _end_step(self, *_: Any) -> None:
         self._restore_params()
         for piece in self._pieces:
             piece.version = max(piece.version, self._version + 1)
-        if id(self.optimizer) in self._registered.update.optimizer_steps.requested:
+        if id(self.optimizer) in self._train_state.update.optimizer_steps.requested:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self.apply_updates()
         self._version += 1
-        if not self._registered.update.is_open:
-            self.commit(self._registered.update)  # outside of updates, no step is undone
+        if not self._train_state.update.is_open:
+            self.commit(self._train_state.update)  # outside of updates, no step is undone
 
     def _restore_params(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
@@ -288,7 +288,7 @@ class OptimizerShards(UpdateFeature):
         return value.to(self._device, parameter.dtype if casts else value.dtype)
 
     def sync_initial_state(self) -> None:
-        self._token = self._registered.collectives.broadcast(lambda: self._token, 0)
+        self._token = self._train_state.collectives.broadcast(lambda: self._token, 0)
 
     def saved_pieces(self, names: Mapping[int, Any] | None = None) -> list[SavedPiece]:
         """Return this worker's pieces of the optimizer's state, and of models with `names`."""
@@ -345,10 +345,10 @@ class OptimizerShards(UpdateFeature):
             if sent:
                 make = functools.partial(self._messages, sent, version)
                 wanted = any(rank in transfer.dst for transfer in sent)
-                broadcasts = self._registered.collectives.broadcast(make, src, wanted)
+                broadcasts = self._train_state.collectives.broadcast(make, src, wanted)
                 messages += [m for t, m in zip(sent, broadcasts, strict=True) if rank in t.dst]
             pieces += [Piece(*message) for message in messages]
-        self._registered.collectives.barrier()  # after this, no worker needs the old shards
+        self._train_state.collectives.barrier()  # after this, no worker needs the old shards
         self._pieces, self._buffers = pieces, {}
         self._token, self._version, self._committed_version = token, version, version
         layout.compute_shards()
@@ -385,10 +385,10 @@ class OptimizerShards(UpdateFeature):
 class ShardedPlacement(StatePlacement):
     """Several sharded optimizers. Every worker has the complete models."""
 
-    def __init__(self, registered: RegisteredObjects, sharding_args: Mapping[str, Any]) -> None:
+    def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
         self.features: list[OptimizerShards] = [
-            OptimizerShards(optimizer, sharding_args.get("copies"), registered)
-            for optimizer in registered.optimizers
+            OptimizerShards(optimizer, sharding_args.get("copies"), train_state)
+            for optimizer in train_state.optimizers
         ]
 
     @property

@@ -25,7 +25,6 @@ from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
-from raysgd.torch.registered import RegisteredObjects
 from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.equal_bits import EqualBitsExchange
 from raysgd.torch.strategies.exchange import GradientExchange
@@ -36,6 +35,7 @@ from raysgd.torch.strategies.replicated_exchange import (
     WrapperExchange,
 )
 from raysgd.torch.strategies.sharded_optimizer import ShardedPlacement
+from raysgd.torch.train_state import TorchTrainState
 
 
 class Strategy(NamedTuple):
@@ -45,8 +45,8 @@ class Strategy(NamedTuple):
     `Options.layout` is the third part of a strategy.
     """
 
-    new_exchange: Callable[[RegisteredObjects], GradientExchange]
-    new_placement: Callable[[RegisteredObjects, Mapping[str, Any]], StatePlacement] = lambda *_: (
+    new_exchange: Callable[[TorchTrainState], GradientExchange]
+    new_placement: Callable[[TorchTrainState, Mapping[str, Any]], StatePlacement] = lambda *_: (
         StatePlacement()
     )
     """Gets ``sharding_args``. By default, every worker has the whole state."""
@@ -72,7 +72,7 @@ STRATEGIES = {
     "replicated": Strategy(ReplicatedExchange),
     "optimizer": Strategy(ReplicatedExchange, ShardedPlacement, ("copies",), check_shardable),
     "full": Strategy(
-        lambda registered: _fully_sharded().FullyShardedExchange(registered),
+        lambda train_state: _fully_sharded().FullyShardedExchange(train_state),
         lambda *arguments: _fully_sharded().FullyShardedPlacement(*arguments),
         sharding_args=("copies", "wrap"),
         check=check_fully_shardable,
@@ -81,7 +81,7 @@ STRATEGIES = {
 
 
 def as_sharding_args(
-    registered: RegisteredObjects,
+    train_state: TorchTrainState,
     sharding: Any,
     arguments: Any,
     models: Sequence[torch.nn.Module],
@@ -100,7 +100,7 @@ def as_sharding_args(
                 f"sharding too: {shown}."
             )
         return {}
-    strategy, options = STRATEGIES[sharding], registered.options
+    strategy, options = STRATEGIES[sharding], train_state.settings.options
     allowed = strategy.sharding_args or ()
     if unknown := sorted(str(name) for name in sharding_args if name not in allowed):
         raise ValueError(
@@ -110,11 +110,11 @@ def as_sharding_args(
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
     if (copies := sharding_args.get("copies")) is not None:
         sharding_args["copies"] = as_int("register(sharding_args=...)", "copies", copies, 0)
-    call, scales = f'register(sharding="{sharding}")', registered.precision.scales_loss
+    call, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
     conflicts.check(sharding, call, options, models, ddp_args, scales)
     if (mode := mode_of(options, sharding, distributed=True)) != sharding:
         conflicts.refuse(call, f'the mode "{mode}", which options of the trainer have chosen')
-    strategy.check(call, models, registered.optimizers)
+    strategy.check(call, models, train_state.optimizers)
     return sharding_args
 
 

@@ -98,7 +98,7 @@ class Worker:
         )
         self.state_access = self.runner._hosted_loop.state_access
         self.state_access.copy_from = self.copy_state
-        train_state.registered.exchange.all_reduce_sum = self.total
+        train_state.exchange.all_reduce_sum = self.total
         train_state.set_features([Exchange(self), *train_state.features])
         self.is_new = True
 

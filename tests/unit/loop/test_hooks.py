@@ -199,7 +199,7 @@ class Passes(Recorder):
 def test_calls_of_the_default_loop_share_a_segment(make_trainer, accumulation_steps):
     trainer = make_trainer(Passes)
     operator = trainer.get_local_operator()
-    operator._train_state.registered.accumulation_steps = accumulation_steps
+    operator._train_state.accumulation_steps = accumulation_steps
     trainer.train()
     counts = [(each["batch_count"], each["num_samples"]) for each in operator.passes]
     assert counts == [(3, 24), (2, 16)]  # the first also of the step that is still open

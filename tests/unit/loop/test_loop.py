@@ -664,7 +664,7 @@ def test_metrics_of_an_update_that_fails_between_calls_of_train_epoch_do_not_cou
             self.fail({"global_step": 2}, "between")
 
     loop, operator = loop_of(InParts)
-    loop.train_state.registered.accumulation_steps = 2
+    loop.train_state.accumulation_steps = 2
     with failure(operator, when="between"):
         train(loop, until_step=5)
     ((_, metrics),) = loop.call_record.own_metrics

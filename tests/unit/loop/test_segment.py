@@ -33,7 +33,7 @@ def make_steps(
     train_state = TorchTrainState(TorchSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    features = OperatorFeatures(train_state.registered)
+    features = OperatorFeatures(train_state)
     register(train_state, features, models, optimizers, gradient_accumulation_steps=size)
     train_state.position.global_step = before
     if agree is not None:
@@ -63,14 +63,14 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
     train_state, steps = make_steps("ab", num_optimizers=2)
     next(steps)
     for _ in range(2):
-        train_state.registered.optimizers[0].step()
+        train_state.optimizers[0].step()
     assert [*train_state.update.optimizer_steps.counts.values()] == [2]
     assert rest_after_error(steps) == ["a", "b"]
     assert train_state.position.global_step == 0
     for fails_in_another, rest in ((False, ["b"]), (True, ["a", "b"])):
         train_state, steps = make_steps("ab", num_optimizers=2)
         next(steps)
-        for optimizer in train_state.registered.optimizers:
+        for optimizer in train_state.optimizers:
             optimizer.step()
         if fails_in_another:
             train_state.update.optimizer_steps.begin(optimizer)
@@ -232,7 +232,7 @@ def test_after_an_error_before_the_first_batch_an_iteration_can_begin():
 def optimize(train_state, loss, count):
     (optimization,) = (f for f in train_state.features if isinstance(f, Optimization))
     optimization.backward(loss, count)
-    optimization.step(train_state.registered.optimizers[0])
+    optimization.step(train_state.optimizers[0])
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -252,22 +252,22 @@ def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises
     train_state, steps = make_steps("abcde", size=size)
     for _ in range(size):
         next(steps)
-        optimize(train_state, train_state.registered.models[0].weight.sum(), 1)
+        optimize(train_state, train_state.models[0].weight.sum(), 1)
     assert rest_after_error(steps) == list("abcde"[size:])
     assert (train_state.position.global_step, train_state.position.offset) == (size, size)
-    assert train_state.registered.models[0].weight.grad is None
+    assert train_state.models[0].weight.grad is None
 
 
 def test_a_loop_that_stops_within_a_group_is_an_error_and_leaves_no_gradient():
     batches = [torch.ones(2, 1) * index for index in range(5)]
     train_state, steps = make_steps(batches, size=3)
     for index, batch in enumerate(steps):
-        optimize(train_state, train_state.registered.models[0](batch).square().mean(), 2)
+        optimize(train_state, train_state.models[0](batch).square().mean(), 2)
         if index == 3:
             break
     with pytest.raises(RuntimeError, match="within an accumulation group"):
         steps.finish()
     assert [int(batch[0]) for batch in rest_after_error(steps)] == [3, 4]
     assert (train_state.position.global_step, train_state.position.offset) == (3, 3)
-    assert train_state.registered.models[0].weight.grad is None
-    assert train_state.registered.models[0].num_batches_tracked == 3
+    assert train_state.models[0].weight.grad is None
+    assert train_state.models[0].num_batches_tracked == 3

@@ -55,7 +55,7 @@ def test_a_scheduler_can_count_the_steps_of_an_epoch():
     config["scheduler"] = torch.optim.lr_scheduler.StepLR
     with local(Scheduled, config, scheduler_step_freq="batch") as trainer:
         trainer.train()
-        (scheduler,) = trainer.get_local_operator()._train_state.registered.schedulers
+        (scheduler,) = trainer.get_local_operator()._train_state.schedulers
         assert scheduler.last_epoch == 3
 
 
@@ -131,7 +131,7 @@ def test_a_misspelled_key_causes_a_warning_and_others_are_ignored(caplog):
 
 def test_numpy_numbers_are_accepted():
     operator = build(lr=np.float32(0.5), gradient_accumulation_steps=np.int64(2))
-    assert operator._train_state.registered.accumulation_steps == 2
+    assert operator._train_state.accumulation_steps == 2
     assert operator.optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -189,7 +189,7 @@ CONV = torch.nn.Conv2d(3, 2, 1)
 def test_ignored_targets_do_not_count_in_a_workers_weight(operator_cls, config, batch, counts):
     operator, found = run_operator(operator_cls, config), []
 
-    exchange = operator._train_state.registered.exchange
+    exchange = operator._train_state.exchange
     exchange.all_reduce_sum = lambda count: found.append(count) or count
     operator.train_batch(batch, {})
     assert found == counts

@@ -253,7 +253,7 @@ class Player:
         runner.setup(self.context)
         models = runner.operator.all_models
         assert not any(isinstance(p, DTensor) for model in models for p in model.parameters())
-        placement = runner.operator._train_state.registered.placement
+        placement = runner.operator._train_state.placement
         pieces = [p for o in placement.features for p in o._pieces]
         assert all(piece.base is None for piece in pieces)  # no copy of the parameters
         self.rejoin(members, is_new=True)

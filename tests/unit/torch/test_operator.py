@@ -285,7 +285,7 @@ def test_nested_tensors_move_to_the_device(make, tensor_of):
 def test_only_an_overridden_num_items_communicates(methods):
     """Also if it returns None, because other workers may return a count."""
     operator, asked = run_operator(type("Counting", (Classifier,), methods)), []
-    exchange = operator._train_state.registered.exchange
+    exchange = operator._train_state.exchange
     exchange.all_reduce_sum = lambda count: asked.append(count) or count
     operator.train_batch(BATCH, {})
     assert bool(asked) == bool(methods)

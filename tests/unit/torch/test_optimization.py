@@ -138,7 +138,7 @@ def flat(*models):
 
 def use_small_scale(trainer):
     """Set a loss scale at which nothing overflows."""
-    precision = trainer.get_local_operator()._train_state.registered.precision
+    precision = trainer.get_local_operator()._train_state.precision
     if scaler := getattr(precision, "scaler", None):
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
 
@@ -310,7 +310,8 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     operator = run_operator(with_train_batch(function))
     state = operator._train_state
     elastic = ElasticConfig(shares=shares)
-    state.registered.options = dataclasses.replace(state.settings.options, elastic=elastic)
+    settings = state.settings
+    settings.options = dataclasses.replace(settings.options, elastic=elastic)
     update = state.update
     update.begin(UpdatePlan((MicroBatch(num_samples=6),), total_samples=8))
     update.begin_micro_batch(MicroBatch(num_samples=6))
@@ -370,7 +371,7 @@ def test_optimizer_that_needs_a_closure_is_refused_with_the_way(make_trainer):
 @pytest.mark.parametrize("count", [0, 3])
 def test_loss_of_a_closure_is_the_mean_over_the_items_of_all_workers(monkeypatch, count):
     operator, of_other = run_operator(Classifier), iter([1.0, 0.0])  # its items, and its loss
-    exchange = operator._train_state.registered.exchange
+    exchange = operator._train_state.exchange
     monkeypatch.setattr(type(exchange), "averaging_size", 2)
     monkeypatch.setattr(exchange, "all_reduce_sum", lambda number: number + next(of_other))
 

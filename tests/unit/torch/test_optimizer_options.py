@@ -127,7 +127,7 @@ class Rivals(TrainingOperator):
     def advance(self):
         for rival in self.rivals:
             rival.step()
-        for scheduler in self._train_state.registered.schedulers:
+        for scheduler in self._train_state.schedulers:
             of_plateau = isinstance(scheduler, Lr.ReduceLROnPlateau)
             scheduler.step(1.0) if of_plateau else scheduler.step()
 
@@ -157,7 +157,7 @@ def test_scheduler_follows_its_own_optimizer(schedulers, order):
     heir._train_state.rescale_options(then, now)
     for _ in range(3):
         assert heir.rates() == pytest.approx(always.rates())
-        pair = heir._train_state.registered, always._train_state.registered
+        pair = heir._train_state, always._train_state
         for mine, other in zip(*(each.schedulers for each in pair), strict=True):
             assert mine.get_last_lr() == pytest.approx(other.get_last_lr())
         heir.advance()

@@ -38,7 +38,7 @@ class Overflowing(Classifier):
 
 
 def scaler_of(trainer):
-    return trainer.get_local_operator()._train_state.registered.precision.scaler
+    return trainer.get_local_operator()._train_state.precision.scaler
 
 
 def one_layer(precision, count=1):
@@ -70,7 +70,7 @@ def test_forward_passes_compute_in_the_dtype(use_fp16, dtype, computes_in):
     operator.train_batch(BATCH, {})
     operator.validate(iter([BATCH]))
     assert seen == [computes_in] * 2
-    assert operator._train_state.registered.precision.scales_loss == (dtype is torch.float16)
+    assert operator._train_state.precision.scales_loss == (dtype is torch.float16)
     # the weights stay in float32
     assert {p.dtype for p in operator.model.parameters()} == {torch.float32}
 
@@ -256,7 +256,7 @@ def test_on_a_gpu_float16_is_the_default_and_the_scaler_is_there(make_trainer):
     operator.model[0].register_forward_hook(lambda *given: seen.append(given[-1].dtype))
     trainer.train()
     assert set(seen) == {torch.float16}
-    precision = operator._train_state.registered.precision
+    precision = operator._train_state.precision
     assert precision.scaler.scale(torch.ones((), device="cuda")).is_cuda
 
 

@@ -44,7 +44,7 @@ def make_registration(device=CPU, context=None, config_batch_size=None, **option
 
 
 def register(train_state, models=None, optimizers=None, *more, **others):
-    features, models = OperatorFeatures(train_state.registered), models or linear()
+    features, models = OperatorFeatures(train_state), models or linear()
     optimizers = optimizers or sgd(models)
     return registration.register(train_state, features, models, optimizers, *more, **others)
 
@@ -68,8 +68,8 @@ def test_trained_criterion_is_also_a_model():
     ):
         train_state = make_registration()
         results = register(train_state, given, optimized, loss)
-        assert (results[0], results[2], train_state.registered.models) == (given, loss, models)
-        assert train_state.registered.given_models == (both if given is both else [model])
+        assert (results[0], results[2], train_state.models) == (given, loss, models)
+        assert train_state.given_models == (both if given is both else [model])
     state_access = TorchStateAccess(train_state)
     older = state_access.read()
     assert len(older["models"]) == 2
@@ -134,7 +134,7 @@ def distributed(world_size=2, **settings):
 
 def registered(train_state, models, *optimized):
     register(train_state, models, sgd(*optimized))
-    train_state.registered.exchange.use_wrappers([])
+    train_state.exchange.use_wrappers([])
     return train_state
 
 
@@ -142,18 +142,18 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     model, train_state = linear(), distributed(world_size=1)
     wrapped = register(train_state, model)[0]
     model.requires_grad_(False)
-    train_state.registered.exchange.use_wrappers([])
+    train_state.exchange.use_wrappers([])
     train_state.begin_generation(train_state.context)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
     model.requires_grad_(True)
-    train_state.registered.exchange.check_parameters()
+    train_state.exchange.check_parameters()
 
 
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
     wrapped = register(train_state, model, sgd(model), gradient_accumulation_steps=2)[0]
-    train_state.registered.exchange.use_wrappers([])
+    train_state.exchange.use_wrappers([])
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     train_state.roll_back()
@@ -169,14 +169,14 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
     with pytest.MonkeyPatch.context() as patch:
         group = train_state.collectives
         patch.setattr(group, "broadcast_tensors", lambda tensors, src: sent.extend(tensors))
-        train_state.registered.exchange.sync_buffers()
+        train_state.exchange.sync_buffers()
     assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
     with pytest.MonkeyPatch.context() as patch:
         teachers = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
         held = [*student.parameters(), *teachers]
         patch.setattr(group, "broadcast", lambda *_: [torch.ones_like(t) for t in held])
         patch.setattr(group, "all_ranks_equal", lambda digest: False)
-        train_state.registered.exchange.sync_initial_state()
+        train_state.exchange.sync_initial_state()
     # the student too, because setup may have changed it after DistributedDataParallel sent it
     parameters = [*student.parameters(), *teacher.parameters()]
     assert all(bool((p == 1).all()) for p in [*parameters, *norm.buffers()])
@@ -192,9 +192,9 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         model, train_state = linear(), distributed(wrap_ddp=wrap_ddp)
         register(train_state, model)
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
-        train_state.registered.exchange.use_wrappers(wrappers)
+        train_state.exchange.use_wrappers(wrappers)
         assert train_state.placement.replicates == follows
-        assert train_state.registered.exchange.averaging_size == 1 + follows
+        assert train_state.exchange.averaging_size == 1 + follows
 
 
 def test_static_graph_with_accumulation_is_an_error(process_group):

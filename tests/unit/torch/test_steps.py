@@ -285,9 +285,9 @@ class Fault:
 )
 def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
     made = [make_registration(kind, dtype) for _ in range(2)]
-    for parameter in made[0].registered.models[0].parameters():
+    for parameter in made[0].models[0].parameters():
         parameter.grad = torch.ones_like(parameter)
-    made[0].registered.optimizers[0].step()
+    made[0].optimizers[0].step()
     own, other = map(TorchStateAccess, made)
     state = own.read()
     other.load(copy.deepcopy(state))
@@ -297,7 +297,7 @@ def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
 def make_registration(kind, dtype):
     train_state = TorchTrainState(TorchSettings())
     model = torch.nn.Linear(2, 1).to(dtype)
-    register(train_state, OperatorFeatures(train_state.registered), model, kind(model.parameters()))
+    register(train_state, OperatorFeatures(train_state), model, kind(model.parameters()))
     return train_state
 
 

@@ -368,7 +368,7 @@ DROPOUT = "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)"
 SETS_RATE = "group['lr'] = 0.2"
 FLIPS_AVERAGES = "flip(t._update_features.averaging.averages[0]['head.weight'])"
 ADDS_GROUP = "t.optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(5))]})"
-RESCALES = "t._train_state.registered.precision.scaler.update(1024.0)"
+RESCALES = "t._train_state.precision.scaler.update(1024.0)"
 NEEDS = {
     "model.factor.data.mul_(1j)": {"model": Viewed},
     "model.mean.data[0] = 7.0": {"model": Normalized},

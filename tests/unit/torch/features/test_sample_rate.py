@@ -21,8 +21,8 @@ def clock(monkeypatch):
 
 def make():
     model = torch.nn.Linear(2, 1)
-    registered = SimpleNamespace(device=torch.device("cpu"), models=[model])
-    return model, SampleRate(registered)
+    settings = SimpleNamespace(device=torch.device("cpu"))
+    return model, SampleRate(SimpleNamespace(settings=settings, models=[model]))
 
 
 def step(clock, model, speed, seconds, end=SampleRate.commit):

@@ -481,7 +481,7 @@ def test_workers_average_gradients(process_group):
         done.set_result(bucket.buffer())
         return done
 
-    (model,) = operator._train_state.registered.models
+    (model,) = operator._train_state.models
     model.register_comm_hook(None, average)
     operator.train_epoch(iter(loader()))
     assert len(averaged) == 5

@@ -21,19 +21,19 @@ class LocalModels(StatePlacement, UpdateFeature):
 
     replicates = False
 
-    def __init__(self, registered, sharding_args):
-        self._registered, self._every, self.features = registered, sharding_args["every"], (self,)
+    def __init__(self, train_state, sharding_args):
+        self._train_state, self._every, self.features = train_state, sharding_args["every"], (self,)
 
     def sync_initial_state(self):
-        broadcast_models(self._registered)
+        broadcast_models(self._train_state)
 
     def commit(self, update):
-        if self._registered.position.global_step % self._every == 0:
+        if self._train_state.position.global_step % self._every == 0:
             self.before_export()
 
     def before_export(self):
-        parameters = [p.data for model in self._registered.models for p in model.parameters()]
-        averages = [p / self._registered.settings.context.world_size for p in parameters]
+        parameters = [p.data for model in self._train_state.models for p in model.parameters()]
+        averages = [p / self._train_state.settings.context.world_size for p in parameters]
         for average in averages:  # the parameters stay if a worker is lost here
             torch.distributed.all_reduce(average)
         torch._foreach_copy_(parameters, averages)

@@ -213,7 +213,7 @@ class Differing(Case):
         runner = self.start(rank)
         with pytest.raises(RuntimeError, match=r"the shards of step 2 .* only for some of them"):
             runner.handle(TrainRequest(call_number=0, until_step=3))
-        exchange = runner._train_state.registered.exchange
+        exchange = runner._train_state.exchange
         exchange.begin_generation()
         torch.set_num_threads(1 + rank)
         with pytest.raises(RuntimeError, match=r"one kind, .* has (?!model name).* 1 threads"):
@@ -274,7 +274,7 @@ def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
 
 class Exchanging(Case):
     def run(self, rank):
-        registered = self.start(rank)._train_state.registered
+        registered = self.start(rank)._train_state
         for size in (0, 300, 5000, 10):
             texts = [str(3 * rank + i) * size * (1 + rank) for i in range(3)]
             shared = all_gather_metrics(registered, [({"text": t}, 2.0, False) for t in texts])

@@ -125,11 +125,11 @@ def test_features_train_alike_in_every_order_that_their_pairs_allow(process_grou
         runner, draw = start(mode), random.Random(seed)
         state, operator = runner.operator._train_state, runner.operator
         features, is_shuffled = [*state.features], seed == 0
-        assert is_in_order(names_of(state.registered))
+        assert is_in_order(names_of(state))
         while not is_shuffled:
             draw.shuffle(features)
             state.set_features(features)
-            is_shuffled = is_in_order(names_of(state.registered))
+            is_shuffled = is_in_order(names_of(state))
         runner.handle(TrainRequest(call_number=0, until_step=2))
         operator.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

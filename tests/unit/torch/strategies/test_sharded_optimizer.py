@@ -174,7 +174,7 @@ def test_random_losses_give_the_result_of_one_process(workers, given):
 
 
 def divided(optimizer, copies=None):
-    each = OptimizerShards(optimizer, copies, TorchTrainState(TorchSettings()).registered)
+    each = OptimizerShards(optimizer, copies, TorchTrainState(TorchSettings()))
     each.begin_sharding()
     return each
 
@@ -403,5 +403,5 @@ def test_later_changes_that_sharding_does_not_support_raise(process_group):
         operator._update_features.averaging.start(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Set requires_grad earlier"):
-        train_state.registered.exchange.check_parameters()
+        train_state.exchange.check_parameters()
     model[0].weight.requires_grad_(True)
