@@ -199,13 +199,13 @@ class Deciding(TrainingOperator):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
         optimizer.param_groups[0]["own"] = [1.0]
-        self.rate = optimizer.param_groups[0]["lr"]
         schedulers = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, n) for n in (1, 3)]
         self.model, self.optimizer, self.scheduler = self.register(
             models=model,
             optimizers=optimizer,
             schedulers=torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, [2]),
         )
+        self.rate = optimizer.param_groups[0]["lr"]  # PyTorch 2.9 has replaced it
         self.scheduler.history = []
         self.register_data(train_loader=[(torch.ones(4, 2),)] * 4)
 
