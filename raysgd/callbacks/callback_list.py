@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,12 @@ class _AttachedCallback:
 class CallbackList:
     """Calls the callbacks of one trainer.
 
-    Errors of callbacks are logged. The first one is raised at the end of the trainer's call. The
-    trainer is an argument of the methods, because a reference would keep a dropped trainer and its
-    workers alive.
+    Errors of callbacks are logged. The first one is raised at the end of the trainer's call.
     """
 
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback] = ()) -> None:
+        # A strong reference would keep a dropped trainer and its workers alive.
+        self._trainer = weakref.ref(trainer)
         self._entries: list[_AttachedCallback] = []
         self._failure: CallbackError | None = None
         self.running_hooks: list[str] = []
@@ -64,6 +65,10 @@ class CallbackList:
     def __iter__(self) -> Iterator[Callback]:
         return (entry.callback for entry in self._entries)
 
+    @property
+    def trainer(self) -> Trainer:
+        return self._trainer()
+
     # ---- start and end
 
     def _add(self, callbacks: Sequence[Callback], num_events: int) -> list[_AttachedCallback]:
@@ -79,16 +84,16 @@ class CallbackList:
         return added
 
     @contextlib.contextmanager
-    def attach(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
+    def attach(self, callbacks: Sequence[Callback]) -> Iterator[None]:
         """Attach callbacks for a call of `fit`: start the new ones, and end them afterwards."""
         before = [entry for entry in self._entries if entry.is_started]
-        added = self._add(callbacks, num_events=len(trainer.events))
+        added = self._add(callbacks, num_events=len(self.trainer.events))
         try:
             with contextlib.ExitStack() as ending:
                 ending.callback(self._detach, added)
-                ending.callback(self.end, trainer, before)
+                ending.callback(self.end, before)
                 self._claim_states(added)
-                with self.within_call(trainer):
+                with self.within_call():
                     yield
         except BaseException:
             self._failure = None
@@ -102,23 +107,23 @@ class CallbackList:
                 with contextlib.suppress(CallbackError):  # nothing is saved now
                     self._detached[entry.key] = _state_of(entry)
 
-    def _start(self, trainer: Trainer) -> None:
+    def _start(self) -> None:
         # Callbacks that save come first, because they may load a state.
         new = [entry for entry in self._entries if not entry.is_started]
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
-            entry.is_started = self._call_hook_of(entry, "on_train_start", trainer)
-        self.notify_events(trainer)
+            entry.is_started = self._call_hook_of(entry, "on_train_start")
+        self.notify_events()
 
-    def end(self, trainer: Trainer, kept: Sequence[_AttachedCallback] = ()) -> None:
+    def end(self, kept: Sequence[_AttachedCallback] = ()) -> None:
         """End the callbacks, except those in `kept`."""
         with contextlib.ExitStack() as ending:  # after Ctrl-C, the others still close their files
             for entry in reversed(self._entries):
                 if entry.is_started and entry not in kept:
                     entry.is_started = False
-                    ending.callback(self._call_hook_of, entry, "on_train_end", trainer)
+                    ending.callback(self._call_hook_of, entry, "on_train_end")
 
     @contextlib.contextmanager
-    def within_call(self, trainer: Trainer) -> Iterator[None]:
+    def within_call(self) -> Iterator[None]:
         """Surround a call of the trainer: start callbacks, and report and raise errors.
 
         An inner call, such as ``train()`` in ``fit()``, leaves ``on_exception`` to the outer one.
@@ -128,7 +133,7 @@ class CallbackList:
         """
         with contextlib.ExitStack() as ending:
             for callback in () if self._depth else self:
-                if (location := callback.folder_in(trainer.logdir)) is not None:
+                if (location := callback.folder_in(self.trainer.logdir)) is not None:
                     folder = os.path.realpath(location.name)
                     if _FOLDER_OWNERS.setdefault(folder, self) is not self:
                         raise ValueError(_SHARED.format("Two trainers", folder))
@@ -136,14 +141,14 @@ class CallbackList:
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self._start(trainer)
+                    self._start()
                     self.raise_failure()
                 yield
                 if not self.running_hooks:  # otherwise the outer call raises it
                     self.raise_failure()
             except BaseException as error:
                 if self._depth == 1:
-                    self.call_hook("on_exception", trainer, error)
+                    self.call_hook("on_exception", error)
                     self._failure = None
                 raise
             finally:
@@ -151,12 +156,12 @@ class CallbackList:
 
     # ---- hooks
 
-    def call_hook(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
+    def call_hook(self, hook: str, *arguments: Any) -> None:
         """Call a hook of all started callbacks."""
         with contextlib.ExitStack() as calls:  # after Ctrl-C, the others still get the results
             for entry in reversed(self._entries):
                 if entry.is_started:
-                    calls.callback(self._call_hook_of, entry, hook, trainer, *arguments)
+                    calls.callback(self._call_hook_of, entry, hook, *arguments)
 
     def _call_hook_of(self, entry: _AttachedCallback, hook: str, *arguments: Any) -> bool:
         """Call a hook of one callback, and return whether it succeeded."""
@@ -164,7 +169,7 @@ class CallbackList:
         around = self.around_saving if entry.callback.saves_state else contextlib.nullcontext
         try:
             with around():
-                getattr(entry.callback, hook)(*arguments)
+                getattr(entry.callback, hook)(self.trainer, *arguments)
         except Exception as error:
             self._record_failure(entry, hook, error)
             return False
@@ -172,15 +177,15 @@ class CallbackList:
             self.running_hooks.pop()
         return True
 
-    def notify_events(self, trainer: Trainer) -> None:
+    def notify_events(self) -> None:
         """Call `on_event` for the events that callbacks have not received yet."""
-        events = trainer.events
+        events = self.trainer.events
         for entry in list(self._entries):
             while entry.is_started and entry.num_events < len(events):
                 entry.num_events += 1
-                self._call_hook_of(entry, "on_event", trainer, events[entry.num_events - 1])
+                self._call_hook_of(entry, "on_event", events[entry.num_events - 1])
 
-    def notifier(self, trainer: Trainer, kind: str) -> Callable[[Sequence[BarStatus]], None] | None:
+    def notifier(self, kind: str) -> Callable[[Sequence[BarStatus]], None] | None:
         """Return a function that passes progress to callbacks; None if no callback uses it."""
         unused = Callback.on_progress
         listeners = [
@@ -193,7 +198,7 @@ class CallbackList:
 
         def notify(progress: Sequence[BarStatus]) -> None:
             for entry in list(listeners):
-                if not self._call_hook_of(entry, "on_progress", trainer, kind, progress):
+                if not self._call_hook_of(entry, "on_progress", kind, progress):
                     listeners.remove(entry)  # report one failure per call
 
         notify([])
@@ -219,13 +224,14 @@ class CallbackList:
                 self._record_failure(entry, "next_pause", error)
         return min((e.pause_step for e in self._entries if e.pause_step is not None), default=None)
 
-    def notify_pause(self, trainer: Trainer, at_end: bool = False) -> None:
+    def notify_pause(self, at_end: bool = False) -> None:
         """Call `on_pause` of callbacks that asked for this step. `at_end`, those that save wait."""
+        global_step = self.trainer.global_step
         for entry in list(self._entries):
             step, waits = entry.pause_step, at_end and entry.callback.saves_state
-            if entry.is_started and not waits and step is not None and step <= trainer.global_step:
+            if entry.is_started and not waits and step is not None and step <= global_step:
                 entry.pause_step = None
-                self._call_hook_of(entry, "on_pause", trainer)
+                self._call_hook_of(entry, "on_pause")
 
     # ---- errors
 

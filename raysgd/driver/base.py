@@ -72,17 +72,14 @@ class OperatorTrainer(TrainerProperties):
             options.timeout_s,
             options.elastic,
         )
-        self._callback_list = CallbackList(attached)
+        self._callback_list = CallbackList(self, attached)
         self._callback_list.around_saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name)
         self._transfer = StateTransfer(options, dispatcher)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
-        controller.record.on_event = weakref.WeakMethod(self._notify_callbacks)
+        controller.record.on_event = weakref.WeakMethod(self._callback_list.notify_events)
         controller.start()
-
-    def _notify_callbacks(self) -> None:
-        self._callback_list.notify_events(self)
 
     # ---- training
 
@@ -126,7 +123,7 @@ class OperatorTrainer(TrainerProperties):
         if dataset is not None and (fixed_by := self._options.layout.fixed_by):
             raise ValueError(f"train(dataset=...) does not work with {fixed_by}. Leave it out.")
         result = self._dispatcher.train(
-            self, num_steps, max_retries, info=info, profile=profile, dataset=dataset
+            num_steps, max_retries, info=info, profile=profile, dataset=dataset
         )
         return result.merged if reduce_results else result.by_worker
 
@@ -153,7 +150,7 @@ class OperatorTrainer(TrainerProperties):
             ValueError: if `num_steps` is below 1.
             WorkerLostError: if workers are lost more than three times, or too few are left.
         """
-        result = self._dispatcher.validate(self, info, num_steps, profile)
+        result = self._dispatcher.validate(info, num_steps, profile)
         return result.merged if reduce_results else result.by_worker
 
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -410,7 +407,7 @@ class OperatorTrainer(TrainerProperties):
         """
         try:
             if not self._controller.is_shut_down:
-                self._callback_list.end(self)
+                self._callback_list.end()
         finally:  # also if Ctrl-C ends the callbacks
             self._controller.shutdown(force)
             self._finalizer.detach()

@@ -16,7 +16,7 @@ from raysgd._internal.files import append_lines
 from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.progress import ReportedPosition
 from raysgd._internal.runner import Request
-from raysgd.callbacks.base import LastCall, Trainer, logdir_of
+from raysgd.callbacks.base import LastCall, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import PackedValue
 from raysgd.elastic.call import Call, LogPointCollector, WorkerPoint
@@ -70,8 +70,7 @@ class Dispatcher:
     """Runs the calls of one trainer, alone or in its ``fit()``.
 
     Callbacks receive the result of each call of train and validate, and for each epoch a result
-    with the metrics of its training, and of the validation after it. Methods take the trainer as an
-    argument, because a reference would keep it alive.
+    with the metrics of its training, and of the validation after it.
     """
 
     controller: Controller
@@ -131,6 +130,11 @@ class Dispatcher:
         return self._log_position or self.controller.record.position
 
     @property
+    def epoch(self) -> int:
+        """The current or just finished epoch, counted from 1. 0 before the first epoch."""
+        return self.position.epoch + self.position.in_epoch
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """The newest metrics, including metrics that callbacks are handling now."""
         return {**self.latest_metrics, **self._metrics_in_hook}
@@ -161,16 +165,14 @@ class Dispatcher:
 
     # ---- train
 
-    def train(
-        self, trainer: Trainer, num_steps: int | None, max_retries: int, **arguments: Any
-    ) -> CallResult:
+    def train(self, num_steps: int | None, max_retries: int, **arguments: Any) -> CallResult:
         """Run a call of ``train`` with further arguments of its request.
 
         `num_steps` is the number of steps to train. None means the rest of the epoch.
         """
         seconds, is_paused = 0.0, True
         self.check_open(changes_state=True)
-        with self.callback_list.within_call(trainer):
+        with self.callback_list.within_call():
             request = TrainRequest(call_number=next(self.call_numbers), **arguments)
             number = request.call_number
             call = Call(
@@ -183,26 +185,25 @@ class Dispatcher:
                 leaving_metrics_request=LeavingMetricsRequest(call_number=number),
             )
             if self.fit_arguments.log_every:
-                call.log_points.on_log = partial(self._log, trainer)
+                call.log_points.on_log = self._log
             try:
                 while is_paused:
-                    on_progress = self.callback_list.notifier(trainer, "train")
+                    on_progress = self.callback_list.notifier("train")
                     started = time.perf_counter()
                     outcomes = self.controller.run(replace(call, on_progress=on_progress))
                     results = [outcome.unpack() for outcome in outcomes]
                     seconds, ended = seconds + time.perf_counter() - started, time.time()
                     is_paused = isinstance(results[0], CallbackPause)
-                    self.callback_list.notify_pause(trainer, at_end=not is_paused)
+                    self.callback_list.notify_pause(at_end=not is_paused)
             finally:
                 start = self._train_starts.pop(number, self.position)
-                call.log_points.on_log = None  # it keeps the trainer alive
-                self._report_bad_steps(trainer)
+                self._report_bad_steps()
             speed = self.controller.speed.end_interval("train")
             results += [outcome.unpack() for outcome in call.history.leaving_outcomes]
             last_call = LastCall("train", ended, seconds, speed, self.position.epoch_samples)
-            merged = with_epoch(trainer.epoch, self._merge(results))
-            result = CallResult(results, merged, last_call, trainer.epoch)
-            self._report_training(trainer, result, start)
+            merged = with_epoch(self.epoch, self._merge(results))
+            result = CallResult(results, merged, last_call, self.epoch)
+            self._report_training(result, start)
         return result
 
     def _make_train_request(
@@ -229,7 +230,7 @@ class Dispatcher:
         )
         return self.newest_train_request
 
-    def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:
+    def _log(self, points: Sequence[WorkerPoint]) -> None:
         """Pass the metrics of a point to callbacks."""
         if not (packed := [point.metrics for _, point in points if point.metrics is not None]):
             return
@@ -242,18 +243,18 @@ class Dispatcher:
             measured = [each.unpack() if isinstance(each, PackedValue) else each for each in packed]
             merged = self._merge(measured, raises=False)  # a few steps may not suffice
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
-            self.callback_list.call_hook("on_log", trainer, call, metrics)
+            self.callback_list.call_hook("on_log", call, metrics)
         finally:
             self._log_position = None
 
-    def _report_bad_steps(self, trainer: Trainer) -> None:
+    def _report_bad_steps(self) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
         newest = max((each["step"] for each in self.bad_steps), default=0)
         bad_steps = self.controller.record.progress.updates.bad_steps
         if not (new_steps := [each for each in bad_steps if each["step"] > newest]):
             return
         self.bad_steps += new_steps
-        if trainer.logdir is not None:
+        if (trainer := self.callback_list.trainer).logdir is not None:
             append_lines(logdir_of(trainer) / "bad_steps.jsonl", new_steps)
         logger.warning(
             "Bad steps that were not applied: %(number)d. The newest is step %(step)d, because "
@@ -282,7 +283,6 @@ class Dispatcher:
 
     def validate(
         self,
-        trainer: Trainer,
         info: Mapping[str, Any] | None,
         num_steps: int | None = None,
         profile: bool = False,
@@ -296,7 +296,7 @@ class Dispatcher:
             num_steps = as_int("validate", "num_steps", num_steps, 1)
         info = as_dict("validate", "info", info)
         self.check_open(changes_state=True)
-        with self.callback_list.within_call(trainer):
+        with self.callback_list.within_call():
             start = self.validation_offset = 0 if from_start else self.validation_offset
             request = ValidateRequest(
                 call_number=next(self.call_numbers),
@@ -305,7 +305,7 @@ class Dispatcher:
                 info=info,
                 profile=profile,
             )
-            on_progress = self.callback_list.notifier(trainer, "validate")
+            on_progress = self.callback_list.notifier("validate")
             started = time.perf_counter()
             results = self.run(request, has_batches=True, on_progress=on_progress)
             seconds = time.perf_counter() - started
@@ -313,50 +313,48 @@ class Dispatcher:
             is_complete = start == self.validation_offset == 0
             last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
             result = CallResult(results, self._merge(results), last_call)
-            self._report_validation(trainer, result)
+            self._report_validation(result)
         return result
 
     # ---- results
 
-    def _report(self, hook: str, trainer: Trainer, result: CallResult) -> None:
+    def _report(self, hook: str, result: CallResult) -> None:
         """Pass the metrics of a call to the callbacks, which may add metrics."""
         self.last_call, metrics = result.last_call, result.merged
         before, self._metrics_in_hook = self._metrics_in_hook, metrics
         try:
-            self.callback_list.call_hook(hook, trainer, metrics)
+            self.callback_list.call_hook(hook, metrics)
         finally:
             self._metrics_in_hook = before
             self.latest_metrics.update(metrics)
 
-    def _report_training(
-        self, trainer: Trainer, result: CallResult, start: ReportedPosition
-    ) -> None:
+    def _report_training(self, result: CallResult, start: ReportedPosition) -> None:
         has_steps = any(result.mergeable) or self.position.global_step > start.global_step
         if start.in_epoch and not has_steps:  # the epoch had no batch left, and has only ended
             return self.restore_due_validation({})
         self._training, self._validation = result, None
         has_completed_epoch = self.position.epoch > start.epoch
         try:
-            self._report("on_epoch_end" if has_completed_epoch else "on_steps_end", trainer, result)
+            self._report("on_epoch_end" if has_completed_epoch else "on_steps_end", result)
         finally:  # also after Ctrl-C in a callback
             if has_completed_epoch and not self.is_validation_due:
-                self._report_epoch(trainer)
-        self.callback_list.notify_pause(trainer)  # of those that save
+                self._report_epoch()
+        self.callback_list.notify_pause()  # of those that save
 
-    def _report_validation(self, trainer: Trainer, result: CallResult) -> None:
+    def _report_validation(self, result: CallResult) -> None:
         is_complete = result.last_call.is_complete
         if is_complete and self._training is not None:
             self._validation = result
         try:
-            self._report("on_validation_end", trainer, result)
+            self._report("on_validation_end", result)
         finally:  # also after Ctrl-C in a callback
             self.validation_names = {*(self.validation_names or ()), *result.merged}
             if is_complete:  # after the hook, because a state it saves lacks `on_result`
                 self._due_step, self._num_validated_epochs = None, self.position.epoch
             if self._validation is not None:
-                self._report_epoch(trainer)
+                self._report_epoch()
 
-    def _report_epoch(self, trainer: Trainer) -> None:
+    def _report_epoch(self) -> None:
         """Pass the result of an epoch to callbacks, unless one made the call or loaded a state."""
         training, validation = self._training, self._validation
         if self.callback_list.running_hooks or training is None:
@@ -370,7 +368,7 @@ class Dispatcher:
             seconds = call.seconds + validation.last_call.seconds
             call = validation.last_call._replace(seconds=seconds)
             self._training = self._validation = None
-        self.callback_list.call_hook("on_result", trainer, call, metrics)
+        self.callback_list.call_hook("on_result", call, metrics)
 
     # ---- missing validations
 

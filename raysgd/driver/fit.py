@@ -61,7 +61,7 @@ class FitLoop:
                 "Call it outside of hooks."
             )
         dispatcher.stop_reason = None
-        with callback_list.attach(trainer, added):
+        with callback_list.attach(added):
             why = "fit() does not validate."
             request = ApplyOperatorRequest(function=has_validation_loader)
             if arguments.validate_every and not any(dispatcher.run(request, method="fit")):
@@ -93,7 +93,7 @@ class FitLoop:
             # Ctrl-C in the last step has lost its metrics.
             if dispatcher.metrics.get("epoch") != dispatcher.position.epoch:
                 dispatcher.restore_due_validation({})
-            dispatcher.validate(trainer, arguments.info, from_start=True)
+            dispatcher.validate(arguments.info, from_start=True)
         if dispatcher.has_all_epochs:
             logger.warning(
                 "fit(%d) trains nothing, because the run has already completed epoch %d.",
@@ -105,7 +105,7 @@ class FitLoop:
             metrics = trainer.train(max_retries=arguments.max_retries, info=arguments.info)
             had_no_batch = start.in_epoch and metrics.keys() == {"epoch"}
             if dispatcher.position.epoch > start.epoch and dispatcher.is_validation_due:
-                validated = dispatcher.validate(trainer, arguments.info, from_start=True).merged
+                validated = dispatcher.validate(arguments.info, from_start=True).merged
                 metrics = {**validated, **metrics}
             history += [] if had_no_batch else [metrics]
             if len(history) == 1 and arguments.validate_every is None:

@@ -53,6 +53,10 @@ class TrainerProperties:
         "_options.training_operator_cls.__qualname__", "Name of the class of the operator."
     )
     logdir: Path | None = forward_to("_logdir", "The run folder.")
+    epoch: int = forward_to(
+        "_dispatcher.epoch",
+        "The current or just finished epoch, counted from 1. 0 before the first epoch.",
+    )
     global_step: int = forward_to(
         "_dispatcher.position.global_step", "Finished training steps of all calls."
     )
@@ -74,12 +78,6 @@ class TrainerProperties:
     stop_reason: str | None = forward_to(
         "_dispatcher.stop_reason", "The first reason passed to `request_stop` since `fit` began."
     )
-
-    @property
-    def epoch(self) -> int:
-        """The current or just finished epoch, counted from 1. 0 before the first epoch."""
-        position = self._dispatcher.position
-        return position.epoch + position.in_epoch
 
     @property
     def has_trained(self) -> bool:

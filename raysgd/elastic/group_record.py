@@ -65,8 +65,7 @@ class GroupRecord:
         """Why the newest call ended, if Ctrl-C stopped its workers and no event followed.
         `Controller` sets it, and `add_event` resets it."""
         self.on_event: Callable[[], Callable[[], None] | None] = lambda: None
-        """Returns what to call after each event, such as the ``weakref.WeakMethod`` of a
-        trainer."""
+        """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
 
     @property
     def position(self) -> ReportedPosition:

@@ -140,7 +140,7 @@ class TFTrainer(OperatorTrainer):
         if self._limits is None:
             return super().validate(num_steps, profile, reduce_results, info)
         steps = self._limits["steps"] if num_steps is None else num_steps
-        run = self._dispatcher.validate(self, info, steps, profile, from_start=num_steps is None)
+        run = self._dispatcher.validate(info, steps, profile, from_start=num_steps is None)
         return use_old_names(run.merged) if reduce_results else [*map(use_old_names, run.by_worker)]
 
     def get_model(self, to_cpu: bool = False) -> Any:

@@ -124,7 +124,7 @@ class Driver:
     def train_further(self, num_steps):
         """Train a number of steps, in a call that computes its goal itself."""
         request = TrainRequest(call_number=0)
-        dispatcher = Dispatcher(self.controller, CallbackList(), "Trainer")
+        dispatcher = Dispatcher(self.controller, CallbackList(self), "Trainer")
         make_request = partial(dispatcher._make_train_request, request, num_steps)
         call = Call(request=request, make_request=make_request, has_batches=True, can_pause=True)
         outcomes = self.controller.run(call)
