@@ -9,8 +9,8 @@ from typing import Any
 
 from raysgd._internal.nested import check_rows, describe, preserving
 from raysgd.data.source import BatchSource, ReadBatch
-from raysgd.loop.call_record import CallRecord
 from raysgd.loop.loop_control import LoopControl
+from raysgd.loop.metrics_recorder import MetricsRecorder
 from raysgd.loop.operator_base import OperatorBase, as_metrics
 from raysgd.loop.requests import ValidateRequest
 from raysgd.loop.sources import empty_loader_error
@@ -21,9 +21,9 @@ class Evaluation:
     """Runs ``validate`` and ``predict``, and adds metrics to the results of the call."""
 
     def __init__(
-        self, operator: OperatorBase, control: LoopControl, call_record: CallRecord
+        self, operator: OperatorBase, control: LoopControl, recorder: MetricsRecorder
     ) -> None:
-        self._operator, self._control, self._call_record = operator, control, call_record
+        self._operator, self._control, self._recorder = operator, control, recorder
         self._train_state = operator._train_state
         self.batches: _EvaluationBatches | None = None
 
@@ -32,8 +32,8 @@ class Evaluation:
 
         A loader in the request is read from the start.
         """
-        train_state, call_record = self._train_state, self._call_record
-        call_record.begin(request.call_number)
+        train_state, recorder = self._train_state, self._recorder
+        recorder.begin(request.call_number)
         train_state.timers.enabled = request.profile
         if request.loader is None:
             source = train_state.data.source_or_missing("validation")
@@ -42,7 +42,7 @@ class Evaluation:
             source = self._source_of(request.loader)
             self._evaluate(source, 0, request)
             source.end_processes()
-        return call_record.result()
+        return recorder.result()
 
     def _evaluate(self, source: BatchSource, offset: int, request: ValidateRequest) -> int:
         """Evaluate the steps of a request, and return the next offset."""
@@ -57,7 +57,7 @@ class Evaluation:
             metrics = as_metrics(operator.validate, result)
             # Workers never merge these, as `add_segment` may. Without a batch, they have no weight.
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
-            self._call_record.own_metrics.append((train_state.position.global_step, metrics))
+            self._recorder.own_metrics.append((train_state.position.global_step, metrics))
             if limit is None or left_in_epoch is None:
                 own, of_group = batches.num_finished_steps, source.steps_read
                 num_steps = own if of_group is None else of_group
@@ -141,7 +141,7 @@ class Evaluation:
         source = train_state.data.source_or_missing("validation")
         if isinstance(source.loader, Iterator):
             return None
-        with preserving(self._call_record), train_state.restoring_state(self._operator):
+        with preserving(self._recorder), train_state.restoring_state(self._operator):
             metrics = self.validate(request)
         source.end_processes()
         return metrics

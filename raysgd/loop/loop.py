@@ -28,9 +28,9 @@ from typing import Any
 
 from raysgd._internal.runner import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
-from raysgd.loop.call_record import CallRecord
 from raysgd.loop.evaluation import Evaluation
 from raysgd.loop.loop_control import LoopControl
+from raysgd.loop.metrics_recorder import MetricsRecorder
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import OperatorBase, as_metrics, bind_epoch
 from raysgd.loop.requests import CallbackPause, TrainRequest
@@ -67,8 +67,8 @@ class Loop:
         self.source = BatchSource(())  # of the newest call of ``train``
         self._next_log_step: int | None = None  # step that ends a segment, so that it is logged
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
-        self.call_record = CallRecord(train_state)
-        self.evaluation = Evaluation(operator, control, self.call_record)
+        self.recorder = MetricsRecorder(train_state)
+        self.evaluation = Evaluation(operator, control, self.recorder)
         self.snapshots = SnapshotTaker(train_state, partial(read_snapshot, self))
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | CallbackPause:
@@ -86,7 +86,7 @@ class Loop:
             if step >= self.control.driver_pause_step:
                 raise PausedError
             if step <= request.start_step:
-                self.call_record.clear()
+                self.recorder.clear()
             self._train_segment(self._max_steps_of_segment(request), request)
             self._add_due_point(request)
         offset = self._position.offset
@@ -99,7 +99,7 @@ class Loop:
         if train_state.context.distributed:
             for feature in train_state.features:
                 feature.sync_buffers()
-        return self.call_record.result()
+        return self.recorder.result()
 
     def _begin_call(self, request: TrainRequest) -> None:
         train_state = self.train_state
@@ -108,8 +108,8 @@ class Loop:
         for feature in train_state.features:
             feature.check_parameters()
             feature.begin_call(logs_steps=request.log_every is not None)
-        if self.call_record.call.call_number != request.call_number:
-            self.call_record.begin(request.call_number)
+        if self.recorder.call.call_number != request.call_number:
+            self.recorder.begin(request.call_number)
         if request.min_splits:
             train_state.micro_batching.increase_split(request.min_splits)
         train_state.timers.enabled = request.profile
@@ -127,13 +127,13 @@ class Loop:
         start, step = request.start_step, self._position.global_step
         self._next_log_step = None
         if (every := request.log_every) is not None:
-            newest = max(self.call_record.call.last_log_step, start)
+            newest = max(self.recorder.call.last_log_step, start)
             if step >= (newest // every + 1) * every:
-                self.call_record.add_point()
+                self.recorder.add_point()
             self._next_log_step = (max(step, start) // every + 1) * every
 
     def _is_at_goal(self, request: TrainRequest) -> bool:
-        call, epochs, until = self.call_record.call, request.until_epoch, request.until_step
+        call, epochs, until = self.recorder.call, request.until_epoch, request.until_step
         has_epochs = epochs is not None and self._position.epoch >= epochs + call.extra_epochs
         has_steps = until is not None and self._position.global_step >= until
         return call.ended_early or has_epochs or has_steps
@@ -167,20 +167,20 @@ class Loop:
             raise
         if segment.num_committed or not segment.was_read:
             metrics = with_weight(metrics, segment.num_committed or 1)
-            self.call_record.add_segment(segment.start_step, metrics)
+            self.recorder.add_segment(segment.start_step, metrics)
         if not segment.was_read:  # the loop has its own batches, and may have counted them
             position.global_step = max(segment.start_step, int(operator.global_step))
         train_state.end_segment()
         if position.global_step == segment.start_step and not segment.has_paused:
             self._check_empty_segment(segment, request)
-        self.call_record.call.has_paused = segment.has_paused
+        self.recorder.call.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.loop_ends_epoch:
             segment.source.discard_unread()
             train_state.end_epoch()
 
     def _begin_segment(self, max_steps: int | None, request: TrainRequest) -> Segment:
-        train_state, call, position = self.train_state, self.call_record.call, self._position
+        train_state, call, position = self.train_state, self.recorder.call, self._position
         break_ends_epoch = position.epoch < request.start_epoch
         if position.global_step >= request.start_step:
             call.start_step, break_ends_epoch = request.start_step, request.until_epoch is not None
@@ -231,7 +231,7 @@ class Loop:
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad and segment is not None:
-            self.call_record.call.ended_early = True
+            self.recorder.call.ended_early = True
             segment.pause_step = 0  # a past step, so that the next request ends the segment
 
     def _end_failed_segment(self, segment: Segment) -> None:
@@ -239,7 +239,7 @@ class Loop:
         try:
             segment.end_after_error()
             if self.train_state.meters is not None:
-                self.call_record.add_segment(segment.start_step, self.train_state.meters.summary())
+                self.recorder.add_segment(segment.start_step, self.train_state.meters.summary())
         finally:
             self.train_state.end_segment()
 
@@ -249,7 +249,7 @@ class Loop:
         The loader was at its end, or the loop did not ask for a batch.
         """
         if segment.epoch_is_over:
-            position, call = self._position, self.call_record.call
+            position, call = self._position, self.recorder.call
             is_last = position.epoch + 1 >= (request.until_epoch or 0) + call.extra_epochs
             if position.global_step == call.start_step and is_last and request.adds_epoch:
                 call.extra_epochs += 1
@@ -265,12 +265,12 @@ class Loop:
 
     def leaving_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
-        record = self.call_record
-        if record.call.call_number != call_number or not record.own_metrics:
+        recorder = self.recorder
+        if recorder.call.call_number != call_number or not recorder.own_metrics:
             return None
         if self._next_log_step is not None:
-            record.add_point(is_leaving=True)
-        return record.result(is_leaving=True)
+            recorder.add_point(is_leaving=True)
+        return recorder.result(is_leaving=True)
 
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, then restore the state."""

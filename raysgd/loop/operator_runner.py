@@ -23,9 +23,9 @@ from raysgd.elastic.call import (
     RestartStateRequest,
 )
 from raysgd.loop import requests
-from raysgd.loop.call_record import MetricReader
 from raysgd.loop.loop import Loop
 from raysgd.loop.loop_control import LoopControl
+from raysgd.loop.metrics_recorder import MetricReader
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
 from raysgd.loop.state import load_from_leader, load_state, read_state
@@ -133,7 +133,7 @@ class OperatorRunner(Runner, ABC):
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_fixed_parts
         source, snapshots, now = loop.source, loop.snapshots, train_state.position
-        call_record = loop.call_record
+        recorder = loop.recorder
         num_copies = train_state.context.world_size if is_merged else 1
         position = progress.ReportedPosition(
             epoch=now.epoch,
@@ -155,10 +155,10 @@ class OperatorRunner(Runner, ABC):
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
             timing=train_state.timing.totals,
-            log_points=call_record.unacknowledged_points(acknowledged_step),
+            log_points=recorder.unacknowledged_points(acknowledged_step),
         )
         bad_steps = (bad_step for feature in features for bad_step in feature.bad_steps)
-        new_bad_steps = [dict(s) for s in bad_steps if s["step"] > call_record.call.start_step]
+        new_bad_steps = [dict(s) for s in bad_steps if s["step"] > recorder.call.start_step]
         place = self.control.failure_place or f"after step {position.global_step}"
         return progress.Progress(
             position=position,

@@ -16,7 +16,7 @@ buffers                          3     3        2        `StateAccess.load`, `Up
 shards of models, optimizers     4     4        0 a      `StatePlacement.load_shards`, the same hook
 ``why_not_split``                      1        0 a      `MicroBatching.refuse_split`
 ``is_damaged``                         1        4        `Update.set_damaged`
-``call``                         5 s   1        7 a      `CallRecord.continue_call`
+``call``                         5 s   1        7 a      `MetricsRecorder.continue_call`
 ``batching``                     6 s   1        0, 8 a   `DataSources.set_batch_size`
 ``module_modes``                 7 s   1        5        `StateAccess.set_module_modes`
 ``data``, ``global_step``        8     1        6 a      `TrainState.load_position`
@@ -77,7 +77,7 @@ def read_state(loop: Loop, is_snapshot: bool = False, frozen: bool = True) -> di
         return with_models_last(state | loop.state_access.read(frozen))
     # Other batch sizes follow from the new number of workers.
     batching = {name: each for name, each in data.batching().items() if not each[1]}
-    state |= {"call": loop.call_record.export_call(), "batching": batching}
+    state |= {"call": loop.recorder.export_call(), "batching": batching}
     state["module_modes"] = loop.state_access.module_modes()
     return with_models_last(state | loop.state_access.read_for_workers())
 
@@ -89,7 +89,7 @@ def _small_entries(loop: Loop) -> dict[str, Any]:
         "global_step": train_state.position.global_step,
         "operator": loop.operator.state_dict(),
         "data": train_state.saved_position(),
-        "call": loop.call_record.export_call(),
+        "call": loop.recorder.export_call(),
         "batching": train_state.data.batching(),
         "module_modes": loop.state_access.module_modes(),
         "fingerprint": train_state.data.fingerprint(),
@@ -126,7 +126,7 @@ def load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     if is_leader:
         return None
     train_state.load_position(state["data"], state["global_step"])
-    loop.call_record.continue_call(state["call"])
+    loop.recorder.continue_call(state["call"])
     return state
 
 
@@ -163,7 +163,7 @@ def load_state(loop: Loop, state: dict[str, Any], incoming: IncomingValue | None
     loop.source.discard_unread()
     loop.snapshots.clear()
     if "call" in state:  # the state is a snapshot, from which the call continues
-        loop.call_record.continue_call(state["call"])
+        loop.recorder.continue_call(state["call"])
         train_state.data.set_batch_size(state["batching"])
         state_access.set_module_modes(state["module_modes"])
     else:

@@ -18,7 +18,7 @@ Elsewhere, code asks for what the mode changes, not for its name:
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``update.has_fixed_parts``: an update needs copies, ends with its commit, and counts as one of
   several micro-batches (`Update`). `Rollback` permits changes of parameters before it. Each worker
-  has the metrics of all (`CallRecord`, `OperatorRunner`), whose sums have a fixed order
+  has the metrics of all (`MetricsRecorder`, `OperatorRunner`), whose sums have a fixed order
   (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses
   (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`). `BufferCopies`
   leaves the buffers of micro-batches to `EqualBitsBuffers`.

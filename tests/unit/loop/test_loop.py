@@ -636,9 +636,9 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1, start_step=5)
     joining, _ = loop_of(Streaming)
-    joining.call_record.continue_call(vars(loop.call_record.call))
-    assert joining.call_record.call == loop.call_record.call
-    assert joining.call_record.call.extra_epochs == 1
+    joining.recorder.continue_call(vars(loop.recorder.call))
+    assert joining.recorder.call == loop.recorder.call
+    assert joining.recorder.call.extra_epochs == 1
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):
@@ -667,7 +667,7 @@ def test_metrics_of_an_update_that_fails_between_calls_of_train_epoch_do_not_cou
     loop.train_state.accumulation_steps = 2
     with failure(operator, when="between"):
         train(loop, until_step=5)
-    ((_, metrics),) = loop.call_record.own_metrics
+    ((_, metrics),) = loop.recorder.own_metrics
     assert metrics["num_samples"] == 16
 
 
@@ -719,7 +719,7 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
 def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_of):
     loop, operator = loop_of()
     train(loop, until_step=3)
-    snapshot = vars(dataclasses.replace(loop.call_record.call))
+    snapshot = vars(dataclasses.replace(loop.recorder.call))
     operator.fail = pausing(loop, {4: 6})
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)
@@ -731,13 +731,13 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     assert indices == [0, 1, 2, *range(6), *range(5, 9)]
     restarted, its_operator = loop_of()
     restarted.train_state.load_position({"epoch": 0, "offset": 8}, 1)
-    restarted.call_record.continue_call(snapshot)
+    restarted.recorder.continue_call(snapshot)
     train(restarted, 1, until_step=5, start_step=3)
     train(restarted, 2, until_step=12, start_step=11)  # each earlier epoch counts as a call
     indices = [info["batch_idx"] for info in its_operator.infos]
     assert indices == [1, 2, 0, 1, *range(5), 0, 0]
-    restarted.call_record.continue_call(snapshot)
-    assert restarted.call_record.own_metrics == []  # those of another call
+    restarted.recorder.continue_call(snapshot)
+    assert restarted.recorder.own_metrics == []  # those of another call
 
 
 def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):

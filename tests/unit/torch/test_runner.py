@@ -21,7 +21,7 @@ from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
 from raysgd.comm.network import LOOPBACK
 from raysgd.elastic.call import LoadRequest
-from raysgd.loop.call_record import MetricReader
+from raysgd.loop.metrics_recorder import MetricReader
 from raysgd.loop.requests import CallbackPause, PredictRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import AverageMeterCollection
 from raysgd.torch.collectives import TorchCollectives

@@ -1,4 +1,4 @@
-"""What a worker records of a call: its state, and its metrics so far."""
+"""The newest call as a worker knows it, and the metrics that the worker records of it."""
 
 import contextlib
 import threading
@@ -20,8 +20,8 @@ _METRICS_WAIT_S = 0.02
 
 
 @dataclass
-class CallState:
-    """What a worker that joins a call must know about it."""
+class WorkerCall:
+    """What a worker knows of a call. A worker that joins the call receives it."""
 
     call_number: int = -1
     start_step: int = 0  # of an earlier call while its steps are replayed
@@ -34,12 +34,12 @@ class CallState:
     """Start step and metrics of all workers, for segments that merge them. Rank 0 returns them."""
 
 
-class CallRecord:
-    """The newest call, and the metrics of its segments."""
+class MetricsRecorder:
+    """Records the newest call, and the metrics of its segments."""
 
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
-        self.call = CallState()
+        self.call = WorkerCall()
         self._totals_before = self._totals_at_point = train_state.timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
         self.own_metrics: list[tuple[int, Mapping[str, Any]]] = []
@@ -47,7 +47,7 @@ class CallRecord:
 
     def begin(self, call_number: int) -> None:
         old = self.call
-        self.call = CallState(call_number, old.start_step, old.scheduler_call)
+        self.call = WorkerCall(call_number, old.start_step, old.scheduler_call)
         self.clear()
         self._points.clear()
         self._train_state.timers.reset()
@@ -79,7 +79,7 @@ class CallRecord:
         """Continue a call that other workers have begun, without their metrics."""
         if self.call.call_number != call["call_number"]:
             self.own_metrics = []
-        self.call = CallState(**{**call, "merged_metrics": [*call["merged_metrics"]]})
+        self.call = WorkerCall(**{**call, "merged_metrics": [*call["merged_metrics"]]})
 
     def _segment_metrics(self, is_leaving: bool, since: int = 0) -> list[Mapping[str, Any]]:
         """Return the metrics of segments that began at step `since` or later, for the driver."""
