@@ -70,9 +70,9 @@ class Controller:
         self._group, self.members = group, group.members
         self.min_workers = group.options.min_workers
         elastic = elastic or ElasticConfig()
-        self._max_attempts = elastic.max_attempts
         group.watch_hosts(elastic.driver_grace_s, interrupts_calls=supports_live_join)
-        self.policy = policy = Policy(
+        self._policy = policy = Policy(
+            elastic=elastic,
             process_can_rejoin=backend is None or backend.process_can_rejoin,
             supports_live_join=supports_live_join,
             may_grow=elastic.grow and not group.options.is_inline,
@@ -84,21 +84,15 @@ class Controller:
         if not group.options.is_inline:
             created = {name: pack_as(name, value) for name, value in created.items()}
         arguments = (*created.values(), sys.path)
-        self.record = record = GroupRecord(group, policy.survivors_stay)
+        self.record = record = GroupRecord(group, policy)
         self.events, self._backend = record.events, backend
         self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(group), SpeedMonitor(group)
-        self._rpc = rpc = GroupRpc(group, record, self._check_open, timeout_s)
-        self._preemption = preemption = PreemptionMonitor(group, record, supports_live_join)
-        self._starter = starter = WorkerStarter(
-            group, record, elastic, policy, preemption, arguments, timeout_s
-        )
-        shares = ShareBalancer(group, record, elastic)
-        self._former = GroupFormer(
-            group, record, policy, elastic, rpc, starter, snapshots, shares, backend, on_start
-        )
-        self._supervisor = Supervisor(
-            group, record, rpc, starter, preemption, snapshots, shares, speed
-        )
+        self._rpc = rpc = GroupRpc(record, self._check_open, timeout_s)
+        self._preemption = preemption = PreemptionMonitor(record)
+        self._starter = starter = WorkerStarter(record, preemption, arguments, timeout_s)
+        shares = ShareBalancer(record)
+        self._former = GroupFormer(record, rpc, starter, snapshots, shares, backend, on_start)
+        self._supervisor = Supervisor(record, rpc, starter, preemption, snapshots, shares, speed)
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
 
@@ -184,7 +178,7 @@ class Controller:
 
     def _repair(self) -> AttemptResult | None:
         """Take the next step of a repair. Return None if the group needs none."""
-        former, policy, num_workers = self._former, self.policy, len(self.members)
+        former, policy, num_workers = self._former, self._policy, len(self.members)
         self._supervisor.observe({})
         joining, leaving = self._starter.membership_changes()
         if not num_workers:
@@ -231,9 +225,9 @@ class Controller:
             self.record.add_event("lost", [member], cause=cause_of(member, error))
             self._starter.expect_replacement(member)
             self._group.discard(member)
-        if self.policy.rescues_state:
+        if self._policy.rescues_state:
             self._rescue_state()
-        if not self.policy.survivors_stay:
+        if not self._policy.survivors_stay:
             self._former.discard_all()
         call, execution = self.record.call, self._supervisor.execution
         why = ""
@@ -243,7 +237,7 @@ class Controller:
                 why = f"workers were lost in one call more often than max_retries={most}"
         else:
             execution.num_early_failures += 1
-            if (number := execution.num_early_failures) > self._max_attempts:
+            if (number := execution.num_early_failures) > self._policy.elastic.max_attempts:
                 why = f"workers were lost {number} times before the call began"
         if why:
             self._starter.advance_if_allowed()
@@ -293,7 +287,7 @@ class Controller:
 
         This may read a large file.
         """
-        if self.policy.keeps_snapshots or self.record.call.replaces_state:
+        if self._policy.keeps_snapshots or self.record.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
         return bool(step == self.record.position.global_step)

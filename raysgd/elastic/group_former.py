@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from raysgd._internal.progress import Progress
-from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
@@ -15,7 +14,6 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import policies
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.group_record import GroupRecord, list_ranks
 from raysgd.elastic.group_rpc import (
@@ -57,10 +55,7 @@ class GroupFormer:
 
     def __init__(
         self,
-        group: ActorGroup,
         record: GroupRecord,
-        policy: policies.Policy,
-        config: ElasticConfig,
         rpc: GroupRpc,
         starter: WorkerStarter,
         snapshots: SnapshotKeeper,
@@ -68,7 +63,7 @@ class GroupFormer:
         backend: CollectiveBackend | None,
         on_start: Callable[[], None],
     ) -> None:
-        self._group, self._record, self._policy, self._config = group, record, policy, config
+        self._group, self._record, self._policy = record.group, record, record.policy
         self._rpc, self._starter, self._snapshots = rpc, starter, snapshots
         self._share_balancer, self._backend, self._on_start = share_balancer, backend, on_start
         self._num_failed_rejoins = 0  # in a row, while all workers were alive
@@ -219,10 +214,10 @@ class GroupFormer:
             if is_short and now >= deadline and not self._group.notices.check_ray_silence():
                 room, error = self._group.describe_demand(), self._starter.error
                 failure = f"{missing}, and replacements fail: {error}"
-                if num_waits == self._config.max_attempts:
+                if num_waits == self._policy.elastic.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
                     raise self._record.make_error(failure if error else why, cause=error)
-                wait_s = policies.backoff_s(num_waits, self._config)
+                wait_s = policies.backoff_s(num_waits, self._policy.elastic)
                 cause = failure if error else f"{missing}, and {room}"
                 self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
                 deadline, num_waits = now + wait_s, num_waits + 1

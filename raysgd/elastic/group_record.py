@@ -1,4 +1,4 @@
-"""What the driver knows of a group: ranks, generation, progress, and events."""
+"""What the driver knows of a group: policy, ranks, generation, progress, and events."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
-from raysgd.elastic.policies import newest_progress
+from raysgd.elastic.policies import Policy, newest_progress
 from raysgd.errors import WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
 class GroupRecord:
     """What trainers and components read of a group. `Controller` decides what follows."""
 
-    def __init__(self, group: ActorGroup, survivors_stay: bool) -> None:
-        self._group, self._survivors_stay = group, survivors_stay
+    def __init__(self, group: ActorGroup, policy: Policy) -> None:
+        self.group, self.policy = group, policy
         self.ranks: dict[WorkerHandle, int] = {}
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
@@ -93,10 +93,10 @@ class GroupRecord:
         if kind in ("resumed", "restarted"):
             cause = cause or self.interruption
         self.interruption = ""
-        num_workers, max_workers = len(self._group.members), self._group.options.num_workers
+        num_workers, max_workers = len(self.group.members), self.group.options.num_workers
         names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
         if kind == "lost":  # the lost worker is still a member
-            num_workers = num_workers - 1 if self._survivors_stay else 0
+            num_workers = num_workers - 1 if self.policy.survivors_stay else 0
             self.call.history.causes.append(f"{names[0]}: {cause}")
         event = Event(
             kind=kind,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from raysgd._internal.progress import Progress
 from raysgd._internal.runner import Request
-from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox
 from raysgd.cluster.serialization import pack, pack_as
@@ -133,13 +132,9 @@ class GroupRpc:
     """Calls methods of all members, and tracks which have not returned."""
 
     def __init__(
-        self,
-        group: ActorGroup,
-        record: GroupRecord,
-        check_open: Callable[[], None],
-        timeout_s: float,
+        self, record: GroupRecord, check_open: Callable[[], None], timeout_s: float
     ) -> None:
-        self._group, self._record = group, record
+        self._group, self._record = record.group, record
         self.check_open, self.timeout_s = check_open, timeout_s
         self._unfinished: dict[WorkerHandle, Future[Outcome]] = {}
         self._pausing_generation: int | None = None

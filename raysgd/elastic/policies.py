@@ -17,14 +17,16 @@ _Member = TypeVar("_Member")
 class Policy:
     """How a group continues after a failure. It does not change during a run."""
 
-    process_can_rejoin: bool = True
+    elastic: ElasticConfig
+    """The choices of the user."""
+    process_can_rejoin: bool
     """Whether a process can join a second process group. Otherwise any failure restarts all
     workers."""
-    supports_live_join: bool = True
+    supports_live_join: bool
     """Whether workers can join a call and copy the state of the others, as with operators."""
-    may_grow: bool = True
+    may_grow: bool
     """Whether replacement workers may start."""
-    keeps_snapshots: bool = True
+    keeps_snapshots: bool
     """Whether all workers can restart from a snapshot."""
 
     @property

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 
 from raysgd._internal.progress import Progress
-from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.group_record import GroupRecord
 
@@ -15,11 +14,11 @@ _LEAVE_S = 3.0
 class PreemptionMonitor:
     """Watches notices of preemption, and decides which of the preempted workers leave now.
 
-    With `can_join`, replacement workers can take over from those that leave.
+    Without live joins, replacement workers cannot take over from those that leave.
     """
 
-    def __init__(self, group: ActorGroup, record: GroupRecord, can_join: bool) -> None:
-        self._group, self._record, self._can_join = group, record, can_join
+    def __init__(self, record: GroupRecord) -> None:
+        self._group, self._record = record.group, record
         self._step_s = 0.0
         self._announced: set[tuple[WorkerHandle, str]] = set()  # with causes
         self.must_save = False
@@ -84,7 +83,7 @@ class PreemptionMonitor:
         its deadline. At least ``min_workers`` stay. Unless the group has only one worker, at least
         one of its members stays, because it has the state.
         """
-        preempted = self._group.preempted() if self._can_join else {}
+        preempted = self._group.preempted() if self._record.policy.supports_live_join else {}
         in_order = sorted(preempted, key=lambda member: preempted[member].deadline)
         due = [m for m in in_order[num_ready:] if preempted[m].deadline <= self._urgent_until]
         num_workers = len(self._group.members)

@@ -5,9 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from raysgd._internal.progress import Progress
-from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_record import GroupRecord
 
 logger = logging.getLogger(__name__)
@@ -21,8 +19,8 @@ _WRONG_FOR_S = 3.0
 class ShareBalancer:
     """Chooses the share of each member: equal, set by node, or proportional to measured speed."""
 
-    def __init__(self, group: ActorGroup, record: GroupRecord, config: ElasticConfig) -> None:
-        self._group, self._record, self._config = group, record, config
+    def __init__(self, record: GroupRecord) -> None:
+        self._group, self._record, self._config = record.group, record, record.policy.elastic
         self._speeds: dict[WorkerHandle, float] = {}
         """Newest speeds, in samples per second."""
         self._members: list[WorkerHandle] = []

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd._internal.progress import HeldState, ProcessStatus, Progress, ReportedPosition
-from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
@@ -132,7 +131,6 @@ class Supervisor:
 
     def __init__(
         self,
-        group: ActorGroup,
         record: GroupRecord,
         rpc: GroupRpc,
         starter: WorkerStarter,
@@ -141,7 +139,7 @@ class Supervisor:
         share_balancer: ShareBalancer,
         speed: SpeedMonitor,
     ) -> None:
-        self._group, self._record, self._rpc = group, record, rpc
+        self._group, self._record, self._rpc = record.group, record, rpc
         self._starter, self._preemption = starter, preemption
         self._snapshots, self._share_balancer, self._speed = snapshots, share_balancer, speed
         self.set_call(record.call)

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd._internal.runner import WorkerContext
-from raysgd.cluster.actor_group import ActorGroup, AnySlot
+from raysgd.cluster.actor_group import AnySlot
 from raysgd.cluster.group_options import PROCESS_START_S, START_ADVICE
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_worker_failure
-from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_record import GroupRecord
-from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
+from raysgd.elastic.policies import assign_contexts, backoff_s
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.errors import CheckpointError, WorkerLostError, WorkerTimeoutError
 
@@ -122,10 +121,7 @@ class PendingWorker:
 class WorkerStarter:
     """Starts a worker for each vacant rank."""
 
-    group: ActorGroup
     record: GroupRecord
-    config: ElasticConfig
-    policy: Policy
     preemption: PreemptionMonitor
     runner_arguments: Sequence[Any]
     """Arguments of `Worker.create_runner`."""
@@ -135,6 +131,8 @@ class WorkerStarter:
     """Error of the newest worker, if another worker would fail in the same way."""
 
     def __post_init__(self) -> None:
+        self.group, self.policy = self.record.group, self.record.policy
+        self.config = self.policy.elastic
         self._pending: list[PendingWorker] = []
         self._lost_slots: set[AnySlot | None] = set()
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""

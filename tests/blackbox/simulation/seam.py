@@ -582,7 +582,7 @@ class SimGroup(ActorGroup):
 
     def discard(self, *members):
         for member in members if self._world.driver is not None else ():
-            stays = self._world.driver.controller.policy.survivors_stay
+            stays = self._world.driver.controller.record.policy.survivors_stay
             is_fine = not (member.dead or member.silent or member.deaf)
             is_fine = is_fine and member.condition == "good"
             is_fine = is_fine and not self.notices.preempted([member])

@@ -173,7 +173,9 @@ def watch_of(left_s, **sizes):
         options=GroupOptions(**sizes),
         preempted=lambda: {r: PreemptionNotice(str(s), clock.now + s) for r, s in left_s.items()},
     )
-    return PreemptionMonitor(group, SimpleNamespace(add_event=lambda *_, **__: None), True)
+    policy = SimpleNamespace(supports_live_join=True)
+    record = SimpleNamespace(group=group, policy=policy, add_event=lambda *_, **__: None)
+    return PreemptionMonitor(record)
 
 
 def test_a_more_urgent_notice_saves_and_a_later_one_does_not_revoke_the_save():

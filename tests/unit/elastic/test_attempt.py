@@ -46,7 +46,7 @@ def attempt_of(*names):
 
 def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again():
     group = SimpleNamespace(clock=Clock(), check_cut_off=lambda: False)
-    rpc = GroupRpc(group, None, lambda: None, 1.0)
+    rpc = GroupRpc(SimpleNamespace(group=group), lambda: None, 1.0)
     assert rpc.probe_or_kill([Named("a")]) == ({"a": Progress()}, {})
 
 
@@ -68,7 +68,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     assert attempt.has_failed
     assert attempt.why_new_generation  # so that the call is repeated, if possible
     interrupted = outcome("interrupted", RuntimeError())
-    rpc = GroupRpc(SimpleNamespace(clock=Clock()), None, None, 1.0)
+    rpc = GroupRpc(SimpleNamespace(group=SimpleNamespace(clock=Clock())), None, 1.0)
     monkeypatch.setattr(rpc, "interrupt", lambda _: futures["b"].set_result(interrupted))
     rpc.interrupt_failed(attempt)
     assert (attempt.lost, attempt.pending) == ({}, {})

@@ -1,5 +1,7 @@
 """Shares of the global batch: when they change, and to what."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from raysgd._internal.progress import Measurements, Progress
@@ -27,8 +29,8 @@ class FakeGroup:
 
 
 class FakeRecord:
-    def __init__(self):
-        self.events = []
+    def __init__(self, group, config):
+        self.group, self.policy, self.events = group, SimpleNamespace(elastic=config), []
 
     def add_event(self, kind, members, *, shares, old_shares, **_):
         assert kind == "rebalanced"
@@ -36,8 +38,8 @@ class FakeRecord:
 
 
 def make(num_workers=2, **config):
-    group, record = FakeGroup(num_workers), FakeRecord()
-    shares = ShareBalancer(group, record, ElasticConfig(**config))
+    record = FakeRecord(group := FakeGroup(num_workers), ElasticConfig(**config))
+    shares = ShareBalancer(record)
     shares.choose_for(group.members)
     return group, record, shares
 

@@ -202,7 +202,7 @@ def test_a_rescued_state_leaves_the_memory_of_the_driver_if_it_can(keeper, monke
     with open("/dev/full", "wb", buffering=0) as full:
         if is_full:
             monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: full)
-        keeper.rescue(GroupRpc(group, None, None, 0.0))
+        keeper.rescue(GroupRpc(SimpleNamespace(group=group), None, 0.0))
     assert torch.equal(keeper.load()["a"], state["a"])
     assert isinstance(member.asked[-1].result().payload, Address)
 
