@@ -94,7 +94,7 @@ class ModelSummary(Callback):
 
 def _summary(operator: Any) -> str:
     """Return a table of an operator's models. Runs on the worker."""
-    models = operator._train_state.given_models
+    models = operator._train_state.registered_models
     lines: list[str] = []
     if not hasattr(operator, "unwrapped"):  # of Keras
         for model in models:

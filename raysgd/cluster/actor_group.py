@@ -18,7 +18,7 @@ from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerLocation
 from raysgd.cluster.worker_handle import ActorHandle, LocalHandle, WorkerHandle
 
 if TYPE_CHECKING:  # it imports Ray, which a worker in the driver's process does not need
-    from raysgd.cluster.placement import Reservation, Slot
+    from raysgd.cluster.reservation import Reservation, Slot
 
 AnySlot: TypeAlias = "Slot | LocalSlot"
 _CONTROL_THREADS = 4
@@ -58,19 +58,19 @@ class ActorGroup:
 
         self._monitor = HostMonitor(driver_grace_s, interrupts_calls, is_any_reachable)
 
-    def check_cut_off(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Return whether the driver's own host has lost its network connection. Log it once."""
         watches = [member.watch for member in self.members]
-        return self._monitor is not None and self._monitor.check_cut_off(watches)
+        return self._monitor is not None and self._monitor.is_cut_off(watches)
 
     def _reserve(self, num_workers: int, min_workers: int) -> Reservation:
         """Reserve resources for workers. Simulated clusters override this method."""
-        from raysgd.cluster import placement, ray_session
+        from raysgd.cluster import ray_session, reservation
 
         ray_session.connect()
         ray_session.check_runtime_env()
         self.notices.poll_ray()
-        return placement.reserve(
+        return reservation.reserve(
             self.options.bundle,
             num_workers=num_workers,
             min_workers=min_workers,
@@ -164,9 +164,9 @@ class ActorGroup:
 
     def describe_demand(self) -> str:
         """Describe the resources that a worker needs and that the cluster has."""
-        from raysgd.cluster import placement
+        from raysgd.cluster import reservation
 
-        return placement.describe_demand(self.options.bundle)
+        return reservation.describe_demand(self.options.bundle)
 
     def discard(self, *workers: WorkerHandle) -> None:
         """Stop workers and free their slots."""

@@ -144,7 +144,7 @@ class HostMonitor:
         except (OSError, RuntimeError):  # no port can be opened, or no thread can start
             return None
 
-    def check_cut_off(self, watches: Sequence[HostWatch | None]) -> bool:
+    def is_cut_off(self, watches: Sequence[HostWatch | None]) -> bool:
         """Return whether all watches are silent. Log the start of the silence."""
         silent = [watch for watch in watches if watch is not None and watch.is_silent]
         is_cut_off = bool(silent) and len(silent) == len(watches)

@@ -71,7 +71,7 @@ class PreemptionNotices:
                 }
             self._unanswered_since = None
 
-    def check_ray_silence(self) -> bool:
+    def is_ray_silent(self) -> bool:
         """Return whether the Ray head node is unresponsive, so that requests to it would block.
 
         Log the start of the silence.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 class StepLayout:
     """The size of each step of a group, and its parts: by workers, or a fixed number.
 
-    By workers, each worker trains one part, also if the group `keeps_step_size`.
+    By workers, each worker trains one part, also if the group `keeps_global_batch`.
     Fixed parts do not depend on the workers: a worker trains the parts that it owns one after the
     other, and the generators of random numbers are seeded for each. Only `fixed_by` fixes parts.
     `CONTRIBUTING.md` defines these terms.
@@ -31,7 +31,7 @@ class StepLayout:
         return bool(self.fixed_by)
 
     @functools.cached_property
-    def keeps_step_size(self) -> bool:
+    def keeps_global_batch(self) -> bool:
         """Whether the size of a step does not depend on the number of workers."""
         return self.num_planned is not None
 
@@ -70,7 +70,7 @@ class EpochPartition:
     """Whether batches above `max_micro_batch_size` are split, equally often on all workers."""
 
     @functools.cached_property
-    def step_size(self) -> int:
+    def global_batch_size(self) -> int:
         """Samples of the whole group in a full step."""
         num_parts = self.layout.num_planned_parts(self.world_size)
         return self.requested_batch_size or self.batch_size * num_parts
@@ -88,27 +88,29 @@ class EpochPartition:
     @functools.cached_property
     def max_micro_batch_size(self) -> int:
         """Maximum number of samples that a worker with an even share processes at a time."""
-        return -(-self.step_size // self.layout.num_planned_parts(self.world_size))
+        return -(-self.global_batch_size // self.layout.num_planned_parts(self.world_size))
 
     def end_index(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
         if not self.drop_last:
             return self.epoch_size
-        unit = self.step_size if self.training else self.batch_size
+        unit = self.global_batch_size if self.training else self.batch_size
         return offset + (self.epoch_size - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
-        return max(0, -(-(self.end_index(offset) - offset) // self.step_size))
+        return max(0, -(-(self.end_index(offset) - offset) // self.global_batch_size))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        after = offset + num_steps * self.step_size
+        after = offset + num_steps * self.global_batch_size
         return self.epoch_size if num_steps and after >= self.end_index(offset) else after
 
-    def step_sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
+    def global_batch_sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
         """Iterate over the sample counts of the group's steps from `offset`."""
         num_samples = max(0, self._end_of_steps(offset, num_steps) - offset)
-        num_full, rest = divmod(num_samples, self.step_size)
-        return itertools.chain(itertools.repeat(self.step_size, num_full), [rest] * (rest > 0))
+        num_full, rest = divmod(num_samples, self.global_batch_size)
+        return itertools.chain(
+            itertools.repeat(self.global_batch_size, num_full), [rest] * (rest > 0)
+        )
 
     def spans(self, offset: int = 0, num_steps: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield this worker's batches from `offset`, as (start, stop) in the order of the epoch.
@@ -120,7 +122,7 @@ class EpochPartition:
             for start in self._own_starts(offset, end):
                 yield start, min(start + self.batch_size, end)
             return
-        for size in self.step_sizes(offset, num_steps):
+        for size in self.global_batch_sizes(offset, num_steps):
             for low, high, _ in self._micro_batches(size):
                 yield offset + low, offset + high
             offset += size
@@ -135,7 +137,7 @@ class EpochPartition:
 
     def _end_of_steps(self, offset: int, num_steps: int | None) -> int:
         end = self.end_index(offset)
-        return end if num_steps is None else min(end, offset + num_steps * self.step_size)
+        return end if num_steps is None else min(end, offset + num_steps * self.global_batch_size)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
@@ -164,21 +166,21 @@ class EpochPartition:
     @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small
     def plan(self, sizes: tuple[int, ...]) -> UpdatePlan:
         """Return this worker's micro-batches in an update, whose steps have `sizes` samples."""
-        planned: list[MicroBatch] = []
+        planned: list[MicroBatchPlan] = []
         for step, size in enumerate(sizes):
             spans = self._micro_batches(size)
             counted = [stop - first if counts else 0 for first, stop, counts in spans]
             total = sum(counted)
             for index, count in enumerate(counted):
                 fraction = min(count, 1) if count == total else count / total  # of all: an int
-                planned.append(MicroBatch(count, fraction, step, index == len(counted) - 1))
+                planned.append(MicroBatchPlan(count, fraction, step, index == len(counted) - 1))
         is_unsplit = not (self.layout.has_fixed_parts or self.may_split)
         is_oversized = is_unsplit and any(self._num_micro_batches(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_oversized)
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatchPlan:
     """Size and weight, without data, of what a worker trains at a time: a batch, or rows of it."""
 
     num_samples: float | None = None  # without repeated samples; None: unknown
@@ -192,7 +194,7 @@ class MicroBatch:
         """Whether another worker has the same samples, so that these do not count."""
         return self.fraction == 0
 
-    def split(self, sizes: Sequence[int]) -> list[MicroBatch]:
+    def split(self, sizes: Sequence[int]) -> list[MicroBatchPlan]:
         """Split this batch, given the rows of each. A micro-batch of 0 rows repeats another."""
         total = sum(sizes)
         return [
@@ -211,7 +213,7 @@ class MicroBatch:
 class UpdatePlan:
     """A worker's batches until the next update."""
 
-    micro_batches: tuple[MicroBatch, ...] = (MicroBatch(),)  # each may be split again
+    micro_batches: tuple[MicroBatchPlan, ...] = (MicroBatchPlan(),)  # each may be split again
     total_samples: int | None = None  # of all workers; None: unknown
     is_oversized: bool = False  # has an unsplit batch above `max_micro_batch_size`
 

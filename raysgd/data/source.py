@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
-from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLayout, UpdatePlan
+from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatchPlan, StepLayout, UpdatePlan
 from raysgd.data.stream import check_files
 from raysgd.errors import CheckpointError
 
@@ -163,7 +163,7 @@ class BatchSource:
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         """Return this worker's micro-batches in an update of `num_steps` steps."""
-        return UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(num_steps)))
+        return UpdatePlan(tuple(MicroBatchPlan(step_index=step) for step in range(num_steps)))
 
     def steps_left(self, offset: int) -> int | None:
         """Return the number of steps from `offset` to the end, or None if unknown."""
@@ -278,7 +278,7 @@ class PartitionedSource(BatchSource):
     """A loader of `epoch_size` items in batches of `size`, divided by an :class:`EpochPartition`.
 
     If `epoch_size` is None, it is unknown. If `size` is None, each item is a batch. A `layout` that
-    `keeps_step_size` makes the global batch size constant: `requested_batch_size`, if `size` is
+    `keeps_global_batch` makes the global batch size constant: `requested_batch_size`, if `size` is
     `config_batch_size`.
     """
 
@@ -304,7 +304,7 @@ class PartitionedSource(BatchSource):
         follows_config = size is not None and size == config_batch_size
         self._has_samples = size is not None  # and not ready batches, which cannot grow
         layout = layout if self._has_samples else BY_WORKERS
-        if follows_config and layout.keeps_step_size and requested_batch_size is not None:
+        if follows_config and layout.keeps_global_batch and requested_batch_size is not None:
             size = requested_batch_size // layout.num_planned_parts(world_size)
         super().__init__(loader)
         self._epoch_size = epoch_size
@@ -331,7 +331,9 @@ class PartitionedSource(BatchSource):
     batch_size: int = forward_to(
         "_partition.batch_size", "Samples of this worker per step in a group of full size."
     )
-    global_batch_size: Any = property(lambda s: s._partition.step_size if s._has_samples else None)
+    global_batch_size: Any = property(
+        lambda s: s._partition.global_batch_size if s._has_samples else None
+    )
     epoch_samples: Any = property(lambda self: self.partition.end_index(0))
 
     def __len__(self) -> int:
@@ -351,7 +353,7 @@ class PartitionedSource(BatchSource):
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         partition = self._partition  # of the iteration in progress
-        return partition.plan(tuple(partition.step_sizes(offset, num_steps)))
+        return partition.plan(tuple(partition.global_batch_sizes(offset, num_steps)))
 
     def steps_left(self, offset: int) -> int | None:
         return None if self._epoch_size is None else self.partition.num_steps(offset)
@@ -362,7 +364,7 @@ class PartitionedSource(BatchSource):
     def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
         self.discard_unread()
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
-        keeps_size = self._partition.layout.keeps_step_size
+        keeps_size = self._partition.layout.keeps_global_batch
         if self._follows_config and config_batch_size is not None and not keeps_size:
             self.set_batch_size(config_batch_size, follows_config=True)
 
@@ -376,7 +378,7 @@ class PartitionedSource(BatchSource):
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
         partition = self._partition
-        keeps_size = partition.training and partition.layout.keeps_step_size
+        keeps_size = partition.training and partition.layout.keeps_global_batch
         requested = self._requested_batch_size if follows_config and keeps_size else None
         self._partition = replace(partition, batch_size=size, requested_batch_size=requested)
         self._follows_config = follows_config

@@ -27,7 +27,7 @@ from raysgd.elastic.policies import may_have_only_copy
 from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
-from raysgd.loop.state import DRIVER_KEYS, check_state, entries_for_workers, without_call
+from raysgd.loop.state_dict import DRIVER_KEYS, check_state, entries_for_workers, without_call
 
 logger = logging.getLogger(__name__)
 

@@ -310,7 +310,7 @@ class Controller:
         Also restart without preempted workers if enough other workers remain or fit.
         """
         with self._aborting_on_error():
-            if self._group.notices.check_ray_silence():
+            if self._group.notices.is_ray_silent():
                 return False  # no worker could be started
             if num_preempted := len(self._group.preempted()):
                 num_staying = len(self.members) - num_preempted

@@ -211,7 +211,7 @@ class GroupFormer:
                 if now >= enough_at + self._starter.grace_s():
                     return
             is_short = num_members + self._starter.num_started() < min_workers
-            if is_short and now >= deadline and not self._group.notices.check_ray_silence():
+            if is_short and now >= deadline and not self._group.notices.is_ray_silent():
                 room, error = self._group.describe_demand(), self._starter.error
                 failure = f"{missing}, and replacements fail: {error}"
                 if num_waits == self._policy.elastic.max_attempts:
@@ -336,7 +336,7 @@ class GroupFormer:
                 log_at += _LOG_WAIT_EVERY_S
                 waiting = list_ranks(self._record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
-            is_late = now() > deadline and not self._group.check_cut_off()
+            is_late = now() > deadline and not self._group.is_cut_off()
         waiting = list_ranks(self._record.ranks, attempt.pending)
         if is_late or attempt.has_failed:
             if self._backend is not None:

@@ -257,7 +257,7 @@ class GroupRpc:
         while True:
             self._group.clock.wait(answers.values(), POLL_S)
             now = self._group.clock.monotonic()
-            if self._group.check_cut_off():
+            if self._group.is_cut_off():
                 began = checked_at = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
             unavailable = [m for m, error in _errors_of(answers).items() if m.may_be_alive(error)]

@@ -304,7 +304,7 @@ class Supervisor:
             idle_s = _POLL_AT_END_S if attempt.outcomes else POLL_S
             if attempt.collect(FAST_POLL_S if is_busy else idle_s):
                 continue
-            if self._group.check_cut_off():
+            if self._group.is_cut_off():
                 continue  # the workers wait for the network too
             progress = self._poll_progress(call)
             if progress:

@@ -191,7 +191,7 @@ class WorkerStarter:
         With `starting`, pending workers form the group in the reserved slots. While the Ray head
         node does not respond, do nothing, because requests would block the driver.
         """
-        if self.group.notices.check_ray_silence():
+        if self.group.notices.is_ray_silent():
             return
         self._advance_each(self._pending)
         if self._num_missing() <= 0:
@@ -295,7 +295,7 @@ class WorkerStarter:
 
     def ready_workers(self) -> list[WorkerHandle]:
         """Return the pending workers that can join now."""
-        if not self.policy.survivors_stay and self.group.notices.check_ray_silence():
+        if not self.policy.survivors_stay and self.group.notices.is_ray_silent():
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         may_resize = is_short or self._has_cooled_down()

@@ -78,7 +78,7 @@ class Loop:
         """
         train_state = self.train_state
         self._begin_call(request)
-        self._add_due_point(request)
+        self._add_due_log_point(request)
         while not self._is_at_goal(request):
             step, pause = self._position.global_step, request.callback_pause_step
             if pause is not None and step >= pause:
@@ -88,7 +88,7 @@ class Loop:
             if step <= request.start_step:
                 self.recorder.clear()
             self._train_segment(self._max_steps_of_segment(request), request)
-            self._add_due_point(request)
+            self._add_due_log_point(request)
         offset = self._position.offset
         if self.source.is_partitioned and offset and self.source.steps_left(offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
@@ -122,14 +122,14 @@ class Loop:
         self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
 
-    def _add_due_point(self, request: TrainRequest) -> None:
+    def _add_due_log_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""
         start, step = request.start_step, self._position.global_step
         self._next_log_step = None
         if (every := request.log_every) is not None:
             newest = max(self.recorder.call.last_log_step, start)
             if step >= (newest // every + 1) * every:
-                self.recorder.add_point()
+                self.recorder.add_log_point()
             self._next_log_step = (max(step, start) // every + 1) * every
 
     def _is_at_goal(self, request: TrainRequest) -> bool:
@@ -175,7 +175,7 @@ class Loop:
             self._check_empty_segment(segment, request)
         self.recorder.call.has_paused = segment.has_paused
         self.step_s = segment.step_s
-        if segment.loop_ends_epoch:
+        if segment.ends_epoch:
             segment.source.discard_unread()
             train_state.end_epoch()
 
@@ -269,7 +269,7 @@ class Loop:
         if recorder.call.call_number != call_number or not recorder.own_metrics:
             return None
         if self._next_log_step is not None:
-            recorder.add_point(is_leaving=True)
+            recorder.add_log_point(is_leaving=True)
         return recorder.result(is_leaving=True)
 
     def warm_up(self) -> None:

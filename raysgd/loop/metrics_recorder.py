@@ -43,7 +43,7 @@ class MetricsRecorder:
         self._totals_before = self._totals_at_point = train_state.timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
         self.own_metrics: list[tuple[int, Mapping[str, Any]]] = []
-        self._points: deque[LogPoint] = deque()  # another thread calls `unacknowledged_points`
+        self._points: deque[LogPoint] = deque()  # another thread calls `unacknowledged_log_points`
 
     def begin(self, call_number: int) -> None:
         old = self.call
@@ -87,7 +87,7 @@ class MetricsRecorder:
         recorded = self.own_metrics + self.call.merged_metrics * returns_merged
         return [metrics for start, metrics in recorded if start >= since]
 
-    def add_point(self, is_leaving: bool = False) -> None:
+    def add_log_point(self, is_leaving: bool = False) -> None:
         """Add what this worker has measured since the last point."""
         train_state = self._train_state
         metrics: Any = None
@@ -114,7 +114,7 @@ class MetricsRecorder:
         )
         self._totals_at_point = timing
 
-    def unacknowledged_points(self, acknowledged_step: int) -> tuple[LogPoint, ...]:
+    def unacknowledged_log_points(self, acknowledged_step: int) -> tuple[LogPoint, ...]:
         """Return the points after an acknowledged step, and drop the others."""
         while self._points and self._points[0].global_step <= acknowledged_step:
             self._points.popleft()

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatchPlan
 from raysgd.data.source import ReadBatch
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.options import WorkerSettings
 from raysgd.loop.update import Update
 
-SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatch]]
+SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatchPlan]]
 _CALL_EACH_ONCE = (
     "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
     "batch, after all losses of the batch."
@@ -55,7 +55,9 @@ class MicroBatching(UpdateFeature):
                 self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
-    def split_batch(self, read: ReadBatch, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
+    def split_batch(
+        self, read: ReadBatch, micro_batch: MicroBatchPlan, may_split: bool
+    ) -> SplitBatch:
         """Return the micro-batches of a batch. The default is one."""
         return [(read.content, micro_batch)]
 

@@ -214,7 +214,7 @@ class OperatorBase:
     def _loop_ends_epoch(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
         segment = self._train_state.segment
-        return segment is None or not segment.was_read or segment.loop_ends_epoch
+        return segment is None or not segment.was_read or segment.ends_epoch
 
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int = 0, iterator: Any = None
@@ -258,7 +258,8 @@ class OperatorBase:
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""
         state, kind = self._train_state, type(self).__name__
-        for what, objects in (("models", state.given_models), ("optimizers", state.optimizers)):
+        registered = {"models": state.registered_models, "optimizers": state.optimizers}
+        for what, objects in registered.items():
             if len(objects) > 1:
                 raise RuntimeError(
                     f"{kind} registered {len(objects)} {what}, and the default train_batch trains "

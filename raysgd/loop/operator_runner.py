@@ -28,8 +28,8 @@ from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.metrics_recorder import MetricReader
 from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.options import Options
-from raysgd.loop.state import load_from_leader, load_state, read_state
 from raysgd.loop.state_access import StateAccess
+from raysgd.loop.state_dict import load_from_leader, load_state, read_state
 from raysgd.loop.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class OperatorRunner(Runner, ABC):
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
             timing=train_state.timing.totals,
-            log_points=recorder.unacknowledged_points(acknowledged_step),
+            log_points=recorder.unacknowledged_log_points(acknowledged_step),
         )
         bad_steps = (bad_step for feature in features for bad_step in feature.bad_steps)
         new_bad_steps = [dict(s) for s in bad_steps if s["step"] > recorder.call.start_step]

@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import DATA, OTHER
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatchPlan
 from raysgd.data.source import BatchSource, ReadBatch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.sources import empty_loader_error
@@ -67,7 +67,7 @@ class Segment(Iterator[Any]):
         self.num_collated: int | None = None  # its samples, if this worker trains all of them
         # Batches of the update, until the commit. None: a partitioned source can read it again.
         self._drawn: list[ReadBatch | None] = []
-        self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()  # not yet yielded
+        self._micro_batches: deque[tuple[Any, MicroBatchPlan]] = deque()  # not yet yielded
         self._prefetched: ReadBatch | None = None  # until an update has it
 
     def __next__(self) -> Any:
@@ -207,7 +207,7 @@ class Segment(Iterator[Any]):
         return self._is_exhausted or self.num_committed == self.steps_left
 
     @property
-    def loop_ends_epoch(self) -> bool:
+    def ends_epoch(self) -> bool:
         """Whether the epoch is over if the loop asks for no further batch."""
         update, goes_on = self._update, self.has_paused or self.has_loader_failed
         done = self.num_finished_steps + (update.is_open and update.micro_batch.ends_step)

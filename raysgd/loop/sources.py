@@ -141,7 +141,7 @@ class DataSources(ABC):
     def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
         """Warn if steps have another number of samples than at a saved position."""
         now, then = self.training_source.global_batch_size, position.get("global_batch")
-        keeps_size = self._settings.options.layout.keeps_step_size
+        keeps_size = self._settings.options.layout.keeps_global_batch
         if keeps_size and None not in (now, then) and now != then:
             self._settings.warn_once(
                 "step size",

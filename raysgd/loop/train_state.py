@@ -16,7 +16,7 @@ from raysgd._internal.progress import HeldState
 from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatchPlan
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.micro_batching import MicroBatching
@@ -91,8 +91,8 @@ class TrainState(ABC):
     placement: StatePlacement = StatePlacement()
     is_registered = False
     # What a trial reads and changes: the options of optimizers, which its config sets.
-    initial_options: Callable[[], Any]
-    rescale_options: Callable[[Any, Any], None]
+    initial_hyperparameters: Callable[[], Any]
+    rescale_hyperparameters: Callable[[Any, Any], None]
 
     def __init__(self, settings: WorkerSettings, seed: int) -> None:
         self.settings = settings
@@ -127,7 +127,7 @@ class TrainState(ABC):
             self.features_with[name] = [f for f in features if getattr(type(f), name) is not hook]
 
     @property
-    def given_models(self) -> list[Any]:
+    def registered_models(self) -> list[Any]:
         """The models that the user registered as models, without criteria."""
         return self.models[: len(self.models) - self.num_criteria]
 
@@ -172,7 +172,7 @@ class TrainState(ABC):
         self.segment = None
         self.position.call_start_step = self.position.global_step  # for train_epoch of user code
 
-    def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
+    def begin_micro_batch(self, micro_batch: MicroBatchPlan, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""
         update = self.update
         update.begin_micro_batch(micro_batch, is_last)

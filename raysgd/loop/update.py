@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
-from raysgd.data.partition import MicroBatch, UpdatePlan
+from raysgd.data.partition import MicroBatchPlan, UpdatePlan
 from raysgd.loop.loss_weights import LossWeights
 from raysgd.metrics import is_numeric
 
@@ -54,7 +54,7 @@ class BadStep(TypedDict):
     samples: list[Any]  # of all workers, as `BatchSource.sample_ids`
 
 
-_NO_PLAN, _NO_MICRO_BATCH = UpdatePlan(), MicroBatch()
+_NO_PLAN, _NO_MICRO_BATCH = UpdatePlan(), MicroBatchPlan()
 
 
 class Update:
@@ -119,7 +119,7 @@ class Update:
         self.loss_weights.reset()
         self.optimizer_steps.reset()
 
-    def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
+    def begin_micro_batch(self, micro_batch: MicroBatchPlan, is_last: bool = True) -> None:
         """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
         self.micro_batch_index += 1
         is_later_step = micro_batch.step_index > self.micro_batch.step_index
@@ -245,7 +245,7 @@ class OptimizerSteps:
         self.running_optimizer = None
 
     @property
-    def need_copies(self) -> bool:
+    def need_backup(self) -> bool:
         """Whether a failure can come between optimizer steps, or between a step and the commit."""
         # With fixed parts, a worker can be lost between its step and the commit.
         return self._update.has_fixed_parts or sum(self.max_counts.values()) > 1

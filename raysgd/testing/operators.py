@@ -39,11 +39,11 @@ def run_operator(
 
     arguments: Any = {"training_operator_cls": operator_cls, "config": config, "use_fp16": use_fp16}
     if isinstance(operator_cls, type) and issubclass(operator_cls, KerasOperator):
-        from raysgd.tf.options import TFOptions
-        from raysgd.tf.runner import TFRunner
+        from raysgd.tf.options import KerasOptions
+        from raysgd.tf.runner import KerasRunner
 
         load_triton_first()
-        runner: Any = TFRunner(TFOptions(**arguments))
+        runner: Any = KerasRunner(KerasOptions(**arguments))
     else:
         from raysgd.torch.options import TorchOptions
         from raysgd.torch.runner import TorchRunner

@@ -9,7 +9,7 @@ import tensorflow as tf
 from raysgd._internal import step_timing
 from raysgd._internal.collectives import Collectives
 from raysgd.comm.horovod import check_dtypes
-from raysgd.tf.options import TFSettings
+from raysgd.tf.options import KerasSettings
 
 
 class KerasCollectives(Collectives):
@@ -102,7 +102,7 @@ class HorovodCollectives(KerasCollectives):
         return self._hvd.broadcast_object(make() if self.rank == src else None, root_rank=src)
 
 
-def create_collectives(settings: TFSettings) -> KerasCollectives:
+def create_collectives(settings: KerasSettings) -> KerasCollectives:
     context = settings.context
     if not context.distributed:
         return KerasCollectives()

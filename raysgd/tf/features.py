@@ -126,7 +126,7 @@ class KerasOptimization(UpdateFeature):
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = collectives.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
-        if update.is_open and update.optimizer_steps.need_copies:
+        if update.is_open and update.optimizer_steps.need_backup:
             for variable in [*changed, *optimizer.variables]:
                 self._copies.setdefault(id(variable), (variable, tf.identity(variable.value)))
         update.optimizer_steps.begin(optimizer)

@@ -12,7 +12,7 @@ from raysgd.loop.options import Options, WorkerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class TFOptions(Options):
+class KerasOptions(Options):
     """See :class:`raysgd.loop.options.Options`."""
 
     backend: str = "gloo"
@@ -46,7 +46,7 @@ class TFOptions(Options):
 
 
 @dataclass
-class TFSettings(WorkerSettings):
+class KerasSettings(WorkerSettings):
     """The trainer's arguments, and the rank and resources of this worker."""
 
-    options: TFOptions = field(default_factory=TFOptions)
+    options: KerasOptions = field(default_factory=KerasOptions)

@@ -12,13 +12,13 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.operator_runner import OperatorRunner
-from raysgd.tf.options import TFOptions, TFSettings
+from raysgd.tf.options import KerasOptions, KerasSettings
 
 
-class TFRunner(OperatorRunner):
+class KerasRunner(OperatorRunner):
     """Runs one operator. `prepare` sets the environment, and then imports TensorFlow."""
 
-    _options: TFOptions
+    _options: KerasOptions
 
     # ---- lifecycle
 
@@ -63,7 +63,7 @@ class TFRunner(OperatorRunner):
                 "Install TensorFlow with CUDA there, or pass use_gpu=False."
             )
         operator_cls, config, arguments = self._worker_arguments(context)
-        operator = build_operator(operator_cls, config, TFSettings(**arguments))
+        operator = build_operator(operator_cls, config, KerasSettings(**arguments))
         self.start_operator(operator, KerasStateAccess(operator._train_state))
 
     # ---- answers to requests
@@ -76,7 +76,9 @@ class TFRunner(OperatorRunner):
         )
 
 
-def build_operator(operator_cls: type[Any], config: Mapping[str, Any], settings: TFSettings) -> Any:
+def build_operator(
+    operator_cls: type[Any], config: Mapping[str, Any], settings: KerasSettings
+) -> Any:
     """Create an operator and run its ``setup``."""
     import keras
     import tensorflow as tf

@@ -21,7 +21,7 @@ from raysgd._internal.nested import describe
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, part_bounds
 from raysgd.data.source import BatchSource, PartitionedSource, ReadBatch
 from raysgd.loop.sources import DataSources
-from raysgd.tf.options import TFSettings
+from raysgd.tf.options import KerasSettings
 
 _DEFAULT_BATCH_SIZE = 32
 _NUM_COMPARED = 512
@@ -33,7 +33,7 @@ _NUM_EQUAL = 100
 class KerasSources(DataSources):
     """Reads data sets of TensorFlow, arrays, and iterables."""
 
-    _settings: TFSettings
+    _settings: KerasSettings
     batch_size: int | None = None
     """Number of samples in a worker's batch of arrays."""
     shuffle = True
@@ -214,7 +214,7 @@ class DatasetSource(PartitionedSource):
         if num_steps is None and not self._training:
             _check_end(self.loader, "validation", "validate(num_steps=...)")
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
-        stop = None if num_steps is None else offset + num_steps * self._partition.step_size
+        stop = None if num_steps is None else offset + num_steps * self._partition.global_batch_size
         return self._own_batches(iteration, offset, stop)
 
     def _next_order(self, epoch: int, offset: int) -> int:
@@ -237,7 +237,7 @@ class DatasetSource(PartitionedSource):
     ) -> Iterator[ReadBatch]:
         gives_whole_batches = not self._training and not self._splits_batches
         partition, self.steps_read = self._partition, 0
-        size = partition.world_size if gives_whole_batches else partition.step_size
+        size = partition.world_size if gives_whole_batches else partition.global_batch_size
         while stop is None or offset < stop:
             drawn = iteration.read(offset, size if stop is None else min(size, stop - offset))
             self.update_digest = iteration.digest
@@ -267,7 +267,7 @@ class DatasetSource(PartitionedSource):
         if self._splits_batches:
             batch_size = -(-batch_size // self._layout.num_planned_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
-        may_split = partition.may_split and self._layout.keeps_step_size
+        may_split = partition.may_split and self._layout.keeps_global_batch
         # This partition by samples only plans the step, and the size of its epoch does not matter.
         by_samples = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
         plan = by_samples.plan((sum(sizes),))

@@ -17,7 +17,7 @@ from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import options_of, trainable_flags
 from raysgd.tf.losses import BatchLosses, compiled_objects
-from raysgd.tf.options import TFSettings
+from raysgd.tf.options import KerasSettings
 from raysgd.tf.sources import KerasSources
 from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
 
@@ -25,13 +25,13 @@ from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
 class KerasTrainState(TrainState):
     """The registered models, optimizers, and losses, and the position in the data."""
 
-    settings: TFSettings
+    settings: KerasSettings
     data: KerasSources
     losses: BatchLosses
     """Set by ``register``, like `optimization`."""
     optimization: Any  # a `KerasOptimization`, whose module imports this one
 
-    def __init__(self, settings: TFSettings) -> None:
+    def __init__(self, settings: KerasSettings) -> None:
         super().__init__(settings, settings.options.seed)
         self.data = KerasSources(settings, self.position.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
@@ -88,12 +88,12 @@ class KerasTrainState(TrainState):
             for optimizer, models in zip(self.optimizers, groups, strict=True)
         ]
 
-    def initial_options(self) -> list[float | None]:
+    def initial_hyperparameters(self) -> list[float | None]:
         """Return the learning rates after ``setup``; None for a schedule."""
         rates = map(rate_of, self.optimizers)
         return [rate if rate is None else float(rate) for rate in rates]
 
-    def rescale_options(self, then: list[float | None], now: list[float | None]) -> None:
+    def rescale_hyperparameters(self, then: list[float | None], now: list[float | None]) -> None:
         """Multiply each learning rate by the ratio of initial rates, now / then."""
         for optimizer, old, new in zip(self.optimizers, then, now, strict=True):
             if old is not None and new is not None and old != new:

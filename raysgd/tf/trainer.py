@@ -16,8 +16,8 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.creators import Creators, creator_class
 from raysgd.loop.operator_base import check_operator
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.options import TFOptions
-from raysgd.tf.runner import TFRunner
+from raysgd.tf.options import KerasOptions
+from raysgd.tf.runner import KerasRunner
 
 _LIMIT_KEYS = {
     "fit_config": ("epochs", "steps_per_epoch", "class_weight", "verbose"),
@@ -59,7 +59,7 @@ class TFTrainer(OperatorTrainer):
         ImportError: If TensorFlow, or Horovod for ``backend="horovod"``, is not installed.
     """
 
-    _options_cls = TFOptions
+    _options_cls = KerasOptions
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class TFTrainer(OperatorTrainer):
         check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
         operator_cls = _resolve_operator(training_operator_cls, model_creator, data_creator)
         has_creators = issubclass(operator_cls, KerasCreators)
-        options = TFOptions.from_arguments(
+        options = KerasOptions.from_arguments(
             locals(),
             training_operator_cls=operator_cls,
             num_workers=number_of_workers(num_workers, num_replicas),
@@ -99,7 +99,7 @@ class TFTrainer(OperatorTrainer):
             splits_batches=has_creators,
         )
         self._limits = fit_limits(options.config) if has_creators else None
-        super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
+        super().__init__(options, KerasRunner, initialization_hook, callbacks, logdir)
 
     def train(  # type: ignore[override]  # without data sets of raysgd
         self,

@@ -6,12 +6,12 @@ from typing import Any
 from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.bad_steps import BadStepFilter
-from raysgd.torch.features.gradient_norms import GradientNorms
+from raysgd.torch.features.gradient_clipping import GradientClipping
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.rollback import Rollback
-from raysgd.torch.features.sample_rate import SampleRate
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.features.step_checks import StepChecks
+from raysgd.torch.features.throughput import ThroughputMeter
 from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.train_state import TorchTrainState
@@ -45,18 +45,18 @@ def features_of(
     yield own.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
         yield BadStepFilter(train_state, options.bad_steps)  # updates that are not applied
-    yield GradientNorms(train_state, max_grad_norm)  # clipping
+    yield GradientClipping(train_state, max_grad_norm)  # clipping
     if train_state.has_all_parameters:  # otherwise, the shards restore them and their optimizer
         objects = train_state.optimizers, train_state.models
         yield Rollback(
             *objects, train_state.micro_batching.refuse_split, options.bad_steps is not None
         )
-    yield train_state.buffer_copies  # for discarded updates
+    yield train_state.buffer_backup  # for discarded updates
     yield train_state.micro_batching  # of batches that do not fit into memory
     yield own.schedules  # learning rates
     yield own.averaging  # averages of the weights
     if options.elastic.shares == "measured":
-        yield SampleRate(train_state)  # for shares that follow speed
+        yield ThroughputMeter(train_state)  # for shares that follow speed
     if options.guard is not None and train_state.settings.context.distributed:
         yield ReplicaGuard(train_state, own.averaging, options.guard)  # comparisons of the replicas
     yield own.unregistered_tensors  # warnings about tensors that are not registered

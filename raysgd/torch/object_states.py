@@ -281,13 +281,13 @@ Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 
-def initial_options(train_state: Any) -> Options:
+def initial_hyperparameters(train_state: Any) -> Options:
     """Return the options after ``setup``."""
     groups = [optimizer.param_groups for optimizer in train_state.optimizers]
     return [[_numbers_of(group) for group in each] for each in groups]
 
 
-def rescale_options(train_state: Any, then: Options, now: Options) -> None:
+def rescale_hyperparameters(train_state: Any, then: Options, now: Options) -> None:
     """Change the options of a loaded state from the initial options `then` to `now`.
 
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value

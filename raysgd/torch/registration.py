@@ -13,7 +13,7 @@ import torch
 from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
-from raysgd.torch.features.rollback import BufferCopies
+from raysgd.torch.features.rollback import BufferBackup
 from raysgd.torch.features.setup_baseline import SetupBaseline
 from raysgd.torch.register_checks import (
     as_criteria,
@@ -22,7 +22,7 @@ from raysgd.torch.register_checks import (
     check_step_freq,
     trained_among,
 )
-from raysgd.torch.strategies.table import STRATEGIES, as_sharding_args, mode_of
+from raysgd.torch.strategies.table import STRATEGIES, as_sharding_args, strategy_name
 from raysgd.torch.train_state import TorchTrainState
 
 
@@ -63,7 +63,8 @@ def register(
         check_step_freq(train_state.schedulers, train_state.scheduler_step_freq)
     if warning := check_related(modules, train_state.optimizers, train_state.schedulers):
         train_state.settings.warn_once("untrained", "%s", warning)
-    strategy = STRATEGIES[mode_of(options, sharding, train_state.settings.context.distributed)]
+    distributed = train_state.settings.context.distributed
+    strategy = STRATEGIES[strategy_name(options, sharding, distributed)]
     train_state.models = modules
     train_state.placement = strategy.new_placement(train_state, sharding_args)
     _move_models(train_state)
@@ -74,7 +75,7 @@ def register(
     train_state.models = precision.prepare(train_state.models, train_state.optimizers, apex_args)
     train_state.baseline = SetupBaseline(train_state.models, train_state.collectives)
     train_state.exchange.wrap(ddp_args, horovod_args)
-    train_state.buffer_copies = BufferCopies(train_state.models, train_state.collectives)
+    train_state.buffer_backup = BufferBackup(train_state.models, train_state.collectives)
     train_state.set_features(list(features_of(train_state, features, max_grad_norm)))
     features.optimization.register_hooks()
     train_state.placement.begin_sharding()
@@ -82,7 +83,7 @@ def register(
     train_state.criteria = criteria = _move_criteria(train_state, criteria, trained)
     train_state.is_registered = True
     losses = None if criterion is None else in_shape_of(criterion, criteria)
-    results = in_shape_of(models, train_state.given_models), optimizers, losses, schedulers
+    results = in_shape_of(models, train_state.registered_models), optimizers, losses, schedulers
     return tuple(each for each in results if each is not None)
 
 

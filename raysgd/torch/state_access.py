@@ -156,7 +156,7 @@ class TorchStateAccess(StateAccess):
             apply()
 
     def unsharded_models(self, only_weights: bool = False) -> list[torch.nn.Module]:
-        train_state, num_models = self._train_state, len(self._train_state.given_models)
+        train_state, num_models = self._train_state, len(self._train_state.registered_models)
         train_state.check_undamaged()
         if (copies := self._train_state.placement.export_models(num_models)) is not None:
             return copies
@@ -195,7 +195,7 @@ class TorchStateAccess(StateAccess):
         models, saved = self._models, state.get("models", [])
         if self._train_state.num_criteria and isinstance(saved, list | tuple):
             # Older files lack the criterion.
-            models = models[: max(len(saved), len(self._train_state.given_models))]
+            models = models[: max(len(saved), len(self._train_state.registered_models))]
         kinds: list[tuple[str, list[Any], Any]] = [
             ("models", models, saved),
             ("optimizers", self._train_state.optimizers, state.get("optimizers", [])),

@@ -15,10 +15,10 @@ from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
-from raysgd.torch.features.rollback import BufferCopies
+from raysgd.torch.features.rollback import BufferBackup
 from raysgd.torch.features.setup_baseline import SetupBaseline
 from raysgd.torch.input.sources import TorchSources
-from raysgd.torch.object_states import initial_options, rescale_options
+from raysgd.torch.object_states import initial_hyperparameters, rescale_hyperparameters
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.precision import PRECISIONS
 from raysgd.torch.strategies.exchange import GradientExchange
@@ -56,7 +56,7 @@ class TorchTrainState(TrainState):
         self.exchange = GradientExchange()
         self.accumulation_steps = 1
         self.baseline = SetupBaseline([], self.collectives)
-        self.buffer_copies = BufferCopies([], self.collectives)
+        self.buffer_backup = BufferBackup([], self.collectives)
         self.criteria: list[Any] = []
 
     @property
@@ -74,7 +74,7 @@ class TorchTrainState(TrainState):
     @contextlib.contextmanager
     def restoring_models(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            self.buffer_copies.take()  # which the next line restores
+            self.buffer_backup.take()  # which the next line restores
             stack.callback(self.roll_back)
             for model in self.models if self.has_all_parameters else ():
                 for module in (model, *model.modules()):  # the model may be a wrapper
@@ -84,8 +84,8 @@ class TorchTrainState(TrainState):
 
     copy_leaf = staticmethod(copy_leaf)
     num_rows = staticmethod(num_rows)
-    initial_options = initial_options
-    rescale_options = rescale_options
+    initial_hyperparameters = initial_hyperparameters
+    rescale_hyperparameters = rescale_hyperparameters
 
 
 class TorchRandomGenerators(RandomGenerators):

@@ -22,7 +22,7 @@ from raysgd import ElasticConfig
 from raysgd._internal.progress import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.placement import reserve
+from raysgd.cluster.reservation import reserve
 from raysgd.elastic.call import Call
 from raysgd.elastic.controller import Controller
 

@@ -9,7 +9,7 @@ import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.cluster import placement
+from raysgd.cluster import reservation
 from raysgd.errors import InsufficientResourcesError
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import needs_runtime_env, wait_until
@@ -67,7 +67,7 @@ def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster, m
         assert trainer.apply_all_workers(torch.distributed.is_initialized) == [False]
         assert trainer.apply_all_operators(lambda op: type(op.model).__name__) == ["Sequential"]
         monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", "0.5")
-        monkeypatch.setattr(placement, "SETTLE_S", 0.0)  # log the wait immediately
+        monkeypatch.setattr(reservation, "SETTLE_S", 0.0)  # log the wait immediately
         check_that_it_is_named(kept, caplog)
 
 
@@ -84,13 +84,13 @@ def check_that_it_is_named(kept, caplog):
 
 def test_reserve_waits_for_room_that_another_thread_holds(ray_cluster, monkeypatch):
     asked = {"bundle": {"CPU": 4}, "num_workers": 1, "min_workers": 1, "timeout_s": 20}
-    monkeypatch.setattr(placement, "SETTLE_S", 0.0)
+    monkeypatch.setattr(reservation, "SETTLE_S", 0.0)
     with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(placement.reserve, **asked).result()
+        theirs = pool.submit(reservation.reserve, **asked).result()
         with pytest.raises(InsufficientResourcesError, match=r"within 0\.2 s.*To wait longer"):
-            placement.reserve(**{**asked, "timeout_s": 0.2})
+            reservation.reserve(**{**asked, "timeout_s": 0.2})
         given_back = pool.submit(lambda: (wait_until(waiting_requests), theirs.release()))
-        placement.reserve(**asked).release()  # while it waits
+        reservation.reserve(**asked).release()  # while it waits
         given_back.result()
 
 
@@ -99,7 +99,7 @@ def test_abandoned_request_is_removed(ray_cluster):
     assert taken.wait(10)
     asked = {"bundle": {"CPU": 1}, "num_workers": 2, "min_workers": 1}
     with pytest.raises(InsufficientResourcesError):
-        placement.reserve(**asked, timeout_s=0.2)
+        reservation.reserve(**asked, timeout_s=0.2)
     assert not waiting_requests()
 
     def interrupted():
@@ -107,7 +107,7 @@ def test_abandoned_request_is_removed(ray_cluster):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        placement.reserve(**asked, timeout_s=20, is_wanted=interrupted)
+        reservation.reserve(**asked, timeout_s=20, is_wanted=interrupted)
     assert not waiting_requests()
     remove_placement_group(taken)
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raysgd.data.partition import MicroBatch, part_bounds
+from raysgd.data.partition import MicroBatchPlan, part_bounds
 from raysgd.data.source import ReadBatch
 from raysgd.loop.micro_batching import MicroBatching, SplitBatch
 from raysgd.loop.update import Update
@@ -45,7 +45,9 @@ class TorchMicroBatching(MicroBatching):
         """Minimum number of samples. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
-    def split_batch(self, read: ReadBatch, micro_batch: MicroBatch, may_split: bool) -> SplitBatch:
+    def split_batch(
+        self, read: ReadBatch, micro_batch: MicroBatchPlan, may_split: bool
+    ) -> SplitBatch:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         batch = read.content
         unsplit = [(copy_containers(batch), micro_batch)]

@@ -44,7 +44,7 @@ class Rollback(UpdateFeature):
     ) -> None:
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
         self._optimizers = [*optimizers, *wrapped]
-        self._backups: list[OptimizerCopies] = []  # of the optimizers, if the update has copies
+        self._backups: list[OptimizerBackup] = []  # of the optimizers, if the update has copies
         renormalized = renormalized_weights(models)
         self._stepped = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
         found = {id(p): p for model in models for p in model.parameters()} | self._stepped
@@ -58,9 +58,9 @@ class Rollback(UpdateFeature):
             on_cpu = not any(parameter.is_cuda for parameter in self._parameters)
             changes_early = self._has_bad_steps or (update.is_split and on_cpu)
         memory, self._backups = [backup.copies for backup in self._backups], []
-        if update.optimizer_steps.need_copies or changes_early:
+        if update.optimizer_steps.need_backup or changes_early:
             pairs = itertools.zip_longest(self._optimizers, memory, fillvalue=())
-            self._backups = [OptimizerCopies(each, True, copies) for each, copies in pairs]
+            self._backups = [OptimizerBackup(each, True, copies) for each, copies in pairs]
         self._versions = TensorVersions(lambda: self._parameters)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
@@ -79,7 +79,7 @@ class Rollback(UpdateFeature):
             self._changes_early = not self._versions.find_changed_ids().isdisjoint(self._stepped)
             if self._changes_early and not update.has_fixed_parts:
                 self._refuse_split("train_batch changes parameters before the update")
-            if not (self._changes_early or update.optimizer_steps.need_copies):
+            if not (self._changes_early or update.optimizer_steps.need_backup):
                 self._backups = []  # of the first update; release their memory
 
     def commit(self, update: Update) -> None:
@@ -97,7 +97,7 @@ class Rollback(UpdateFeature):
             update.set_damaged(True)
 
 
-class OptimizerCopies:
+class OptimizerBackup:
     """Copies of the options of one optimizer, and if asked, of its parameters and state.
 
     They use the `memory` of earlier copies, because a CPU zeroes new pages of large tensors.
@@ -136,7 +136,7 @@ class OptimizerCopies:
             group.update({**before, "params": group["params"]})
 
 
-class BufferCopies(UpdateFeature):
+class BufferBackup(UpdateFeature):
     """Copies all buffers at the end of a step, and restores them if the next step is discarded.
 
     A copy belongs to a module and a name, because a forward pass may assign another tensor.

@@ -7,7 +7,7 @@ from functools import partial
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.features.rollback import OptimizerCopies
+from raysgd.torch.features.rollback import OptimizerBackup
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.object_states import load_scheduler, scheduler_state
 from raysgd.torch.register_checks import required_arguments
@@ -60,4 +60,4 @@ class Schedules(UpdateFeature):
         states = map_leaves(list(map(scheduler_state, schedulers)), lambda leaf: leaf)  # new lists
         pairs = zip(schedulers, states, strict=True)
         restore = [partial(load_scheduler, scheduler, state) for scheduler, state in pairs]
-        return restore + [OptimizerCopies(optimizer).restore for optimizer in optimizers]
+        return restore + [OptimizerBackup(optimizer).restore for optimizer in optimizers]

@@ -183,7 +183,7 @@ class StepChecks(UpdateFeature):
     def _has_gradient_hooks(self) -> bool:
         """Return whether user code has hooks that see the gradients of earlier micro-batches."""
         options = self._train_state.settings.options
-        num_expected = options.elastic.shares == "measured"  # of `SampleRate`
+        num_expected = options.elastic.shares == "measured"  # of `ThroughputMeter`
         parameters = (p for model in self._train_state.models for p in model.parameters())
         # No public attribute has these hooks.
         return any(len(p._post_accumulate_grad_hooks or ()) > num_expected for p in parameters)

@@ -35,6 +35,12 @@ from raysgd.data.source import (
 from raysgd.data.stream import NumberedSamples, SampleKeys, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.batches import IGNORED, collate_samples
+from raysgd.torch.input.iterable_source import (
+    IterableSource,
+    collates_iterable,
+    keeps_all_samples,
+    known_length,
+)
 from raysgd.torch.input.loader_copies import (
     EpochSampler,
     SeededSamples,
@@ -53,12 +59,6 @@ from raysgd.torch.input.orders import (
     sampler_of,
     seed_all,
 )
-from raysgd.torch.input.sequential_source import (
-    SequentialSource,
-    collates_stream,
-    keeps_all_samples,
-    known_length,
-)
 
 _MISSING = object()
 
@@ -70,7 +70,7 @@ class TorchSources(DataSources):
         if options.layout.has_fixed_parts:
             for name, source in self._sources.items():
                 _check_equal_bits(name, source)
-        for loader in filter(collates_stream, (train_loader, validation_loader)):
+        for loader in filter(collates_iterable, (train_loader, validation_loader)):
             if loader.persistent_workers and not hasattr(loader.dataset, "set_epoch"):
                 self._settings.warn_once(
                     "persistent",
@@ -235,7 +235,8 @@ class MapStyleSource(PartitionedSource):
     def _order_of(self, epoch: int, offset: int = 0) -> Order:
         if self._numbered is not None:
             partition = self._partition
-            step = partition.step_size if partition.training else 0  # predict keeps the order
+            # The order of predictions stays.
+            step = partition.global_batch_size if partition.training else 0
             return SampleKeys(self._numbered, epoch, offset, step)
         return self.epoch_order.draw(epoch)
 
@@ -347,7 +348,7 @@ def wrap_loader(
         return MapStyleSource(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
     if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
-        return SequentialSource(loader, layout=layout, **partition_arguments)
+        return IterableSource(loader, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, user_selects=not partitions, why_not_partitioned=why)
 

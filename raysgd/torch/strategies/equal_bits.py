@@ -8,19 +8,20 @@ Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea of log
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
-- ``options.layout``, which `TorchOptions.layout` makes: the strategy (`mode_of`), the parts of each
-  step (`EpochPartition`), seeds for samples and user code (`MapStyleSource`), the batch size in the
-  config of a worker (`OperatorRunner`), of its loader (`PartitionedSource`, `DataSources`), and in
-  an error (`Options`), and errors for batches that must not be split (`MicroBatching.refuse_split`)
-  and data sets of a call (`OperatorTrainer.train`). `wrap_loader` groups no iterable data sets into
-  parts: an error of `TorchSources` replaces the warning of `DataSources`.
+- ``options.layout``, which `TorchOptions.layout` makes: the strategy (`strategy_name`), the parts
+  of a step (`EpochPartition`), seeds for samples and user code (`MapStyleSource`), the batch size
+  in the config of a worker (`OperatorRunner`), of its loader (`PartitionedSource`, `DataSources`),
+  and in an error (`Options`), and errors for batches that must not be split
+  (`MicroBatching.refuse_split`) and data sets of a call (`OperatorTrainer.train`). `wrap_loader`
+  groups no iterable data sets into parts: an error of `TorchSources` replaces the warning of
+  `DataSources`.
 - ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``update.has_fixed_parts``: an update needs copies, ends with its commit, and counts as one of
   several micro-batches (`Update`). `Rollback` permits changes of parameters before it. Each worker
   has the metrics of all (`MetricsRecorder`, `OperatorRunner`), whose sums have a fixed order
   (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses
-  (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`). `BufferCopies`
+  (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`). `BufferBackup`
   leaves the buffers of micro-batches to `EqualBitsBuffers`.
 - ``num_operations`` of the process group, if this is gloo: whether ``train_batch`` communicates.
 """
@@ -162,7 +163,7 @@ class EqualBitsExchange(GroupExchange):
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            self._train_state.buffer_copies.roll_back(update)  # it keeps no statistics
+            self._train_state.buffer_backup.roll_back(update)  # it keeps no statistics
         self._clear()
 
     def roll_back(self, update: Update) -> None:
@@ -235,7 +236,7 @@ class EqualBitsExchange(GroupExchange):
             return list(flags)
         # Messages of different optimizers have equal sizes, so that they can be compared.
         width = max(len(parameters_of(optimizer)) for optimizer in self._train_state.optimizers)
-        padding = [0] * (width + len(self._train_state.buffer_copies.values) - len(flags))
+        padding = [0] * (width + len(self._train_state.buffer_backup.values) - len(flags))
         step = self._train_state.position.global_step
         sent = [step, kind, -step, -kind, *(-flag for flag in flags), *padding]
         minima = self._train_state.collectives.all_reduce_min(*sent)
@@ -288,9 +289,9 @@ class EqualBitsBuffers:
     def begin(self, part: int, is_first: bool) -> None:
         """Restore the buffers that a part begins with, unless it `is_first`."""
         self.part = part
-        self._start = self._stored.get(part, self._train_state.buffer_copies.values)
+        self._start = self._stored.get(part, self._train_state.buffer_backup.values)
         if not is_first:
-            self._train_state.buffer_copies.write(self._start)
+            self._train_state.buffer_backup.write(self._start)
         self._versions = self._newest_versions()
 
     def check_unchanged(self) -> None:
@@ -302,13 +303,13 @@ class EqualBitsBuffers:
             )
 
     def _newest_versions(self) -> list[Any]:
-        buffers = self._train_state.buffer_copies.tensors()
+        buffers = self._train_state.buffer_backup.tensors()
         return [None if b is None else (b.data_ptr(), version_of(b)) for b in buffers]
 
     def store(self) -> None:
         """Store the buffers that the part has changed."""
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
-        newest = zip(self._start, self._train_state.buffer_copies.tensors(), strict=True)
+        newest = zip(self._start, self._train_state.buffer_backup.tensors(), strict=True)
         self._stored[self.part] = [
             before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
@@ -316,14 +317,14 @@ class EqualBitsBuffers:
 
     def merge_kinds(self) -> list[int]:
         """Return how to merge each buffer."""
-        rows = zip(self._train_state.buffer_copies.values, *self._stored.values(), strict=True)
+        rows = zip(self._train_state.buffer_backup.values, *self._stored.values(), strict=True)
         return [max((_merge_kind(old, new) for new in kept), default=_KEEP) for old, *kept in rows]
 
     def merge(self, kinds: Sequence[int], partition: EpochPartition) -> None:
         """Set floats to their old values and the mean of the changes, others as in part 0."""
         if not any(kinds):
             return
-        before: list[Any] = self._train_state.buffer_copies.values
+        before: list[Any] = self._train_state.buffer_backup.values
         merged, first = list(before), self._stored.get(0, before)
         is_distributed = dist.is_initialized()
         means, others, objects = (
@@ -341,13 +342,13 @@ class EqualBitsBuffers:
         for i, value in zip([*others, *objects], [*copies, *contents], strict=True):
             merged[i] = value
         self.clear()
-        self._train_state.buffer_copies.write(merged)
+        self._train_state.buffer_backup.write(merged)
         self._versions = self._newest_versions()
 
     def _mean_change(
         self, indices: Sequence[int], partition: EpochPartition
     ) -> Sequence[torch.Tensor]:
-        before: list[Any] = self._train_state.buffer_copies.values
+        before: list[Any] = self._train_state.buffer_backup.values
         plan, owned, tree = self._train_state.update.plan, partition.owned_parts, TreeSum()
         for position, part in enumerate(owned):
             micro_batches = plan.micro_batches[position :: len(owned)]

@@ -24,7 +24,7 @@ from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
-from raysgd.torch.strategies.shards import Piece, ShardUpdate
+from raysgd.torch.strategies.shards import Piece, ShardBuffers
 from raysgd.torch.tensors import copy_all, copy_to_cpu
 from raysgd.torch.train_state import TorchTrainState
 
@@ -58,7 +58,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         whole = () if train_state.settings.context.is_alone else self.modules.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
         """Complete parameters for `shard_state`, by index."""
-        self._received: dict[int, ShardUpdate] = {}
+        self._received: dict[int, ShardBuffers] = {}
         """Received gradients of the shards that this worker holds as copies, by shard."""
         self.features = (self,)
         if dist.get_world_size() > 1:
@@ -127,7 +127,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
 
     def sync_initial_state(self) -> None:
         super().sync_initial_state()
-        self._train_state.buffer_copies.receive(0)()
+        self._train_state.buffer_backup.receive(0)()
 
     # ---- state of this worker
 

@@ -56,7 +56,7 @@ class GroupExchange(GradientExchange):
             group = self._train_state.collectives
             group.barrier()  # an error if another worker still averages
             group.broadcast_tensors(buffers, src=0)
-            self._train_state.buffer_copies.take()
+            self._train_state.buffer_backup.take()
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         return [buffer for model in self._train_state.models for buffer in model.buffers()]
@@ -80,4 +80,4 @@ def broadcast_models(train_state: TorchTrainState) -> None:
         for tensor, value in zip(tensors, received, strict=False):
             if tensor.shape == value.shape:  # a buffer of another shape is a cache
                 tensor.copy_(value)
-        train_state.buffer_copies.take()
+        train_state.buffer_backup.take()

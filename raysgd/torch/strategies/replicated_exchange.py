@@ -94,7 +94,7 @@ class ReplicatedExchange(WrapperExchange):
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         train_state = self._train_state
-        device, num_given = train_state.settings.device, len(train_state.given_models)
+        device, num_given = train_state.settings.device, len(train_state.registered_models)
         train_state.models = [
             replicated_model.wrap(model, device, ddp_args, is_criterion=index >= num_given)
             for index, model in enumerate(train_state.models)

@@ -25,8 +25,8 @@ from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.strategies.shards import (
     Piece,
+    ShardBuffers,
     ShardLayout,
-    ShardUpdate,
     Transfer,
     flat,
     is_per_element,
@@ -99,7 +99,7 @@ class OptimizerShards(UpdateFeature):
         self._pieces: list[Piece] = []
         self._running: tuple[list[list[torch.Tensor]], list[Piece]] | None = None
         """Within a step: the parameters of each group, and the pieces that it has instead."""
-        self._buffers: dict[int, ShardUpdate] = {}
+        self._buffers: dict[int, ShardBuffers] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed_version = 0
         self.is_in_sync = True  # all pieces have the version of the last commit

@@ -76,7 +76,7 @@ def plan_transfers(
     return planned
 
 
-class ShardUpdate(NamedTuple):
+class ShardBuffers(NamedTuple):
     """Memory for the updated elements of a shard."""
 
     buffers: list[torch.Tensor]
@@ -152,12 +152,12 @@ class ShardLayout:
         pairs = [(piece, self.shards[shard].get(piece.param_index, (0, 0))) for piece in pieces]
         return [p for p, (first, end) in pairs if first <= p.start and p.stop <= end]
 
-    def new_buffers(self, shard: int, device: torch.device) -> ShardUpdate:
+    def new_buffers(self, shard: int, device: torch.device) -> ShardBuffers:
         lengths_by_dtype: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
         for param_index, (start, stop) in self.shards[shard].items():
             if param_index in self.updated:
                 lengths_by_dtype[self._dtypes[param_index]][param_index] = stop - start
-        new = ShardUpdate([], {})
+        new = ShardBuffers([], {})
         for dtype, lengths in lengths_by_dtype.items():
             buffer = torch.empty(sum(lengths.values()), dtype=dtype, device=device)
             new.buffers.append(buffer)
@@ -165,8 +165,8 @@ class ShardLayout:
         return new
 
     def exchange(
-        self, held: dict[int, ShardUpdate], device: torch.device
-    ) -> dict[int, ShardUpdate]:
+        self, held: dict[int, ShardBuffers], device: torch.device
+    ) -> dict[int, ShardBuffers]:
         """Return the updated elements of all shards. Every rank must call this with those it holds.
 
         One broadcast per shard sends as much as an all-gather, and needs half the memory.

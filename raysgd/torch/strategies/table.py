@@ -112,13 +112,13 @@ def as_sharding_args(
         sharding_args["copies"] = as_int("register(sharding_args=...)", "copies", copies, 0)
     call, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
     conflicts.check(sharding, call, options, models, ddp_args, scales)
-    if (mode := mode_of(options, sharding, distributed=True)) != sharding:
+    if (mode := strategy_name(options, sharding, distributed=True)) != sharding:
         conflicts.refuse(call, f'the mode "{mode}", which options of the trainer have chosen')
     strategy.check(call, models, train_state.optimizers)
     return sharding_args
 
 
-def mode_of(options: TorchOptions, sharding: str | None, distributed: bool) -> str:
+def strategy_name(options: TorchOptions, sharding: str | None, distributed: bool) -> str:
     """Return the key of the strategy for the arguments of the trainer and of ``register``.
 
     Options win over `sharding`: `conflicts.py` lists those that a value of `sharding` refuses.

@@ -18,7 +18,7 @@ from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Outcome, WorkerLocation
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatchPlan
 from raysgd.driver.dispatcher import Dispatcher
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
@@ -535,7 +535,7 @@ class SimMember(WorkerHandle):
         """Do a step up to its failure. Return whether the step counts."""
         update = Update()
         update.optimizer_steps.expect([self])
-        update.begin_micro_batch(MicroBatch())
+        update.begin_micro_batch(MicroBatchPlan())
         if failure is None or failure > 1:
             update.optimizer_steps.begin(self)
             self.weights[0] += 1

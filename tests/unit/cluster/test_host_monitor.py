@@ -154,15 +154,15 @@ def test_workers_on_the_drivers_host_are_not_watched(watched):
 
 def test_driver_logs_once_that_no_host_answers(watched, caplog):
     a, b = (SimpleNamespace(host=host, is_silent=True) for host in ("10.0.0.5", HOST))
-    check_cut_off = watched.monitor.check_cut_off
-    assert not check_cut_off([])
-    assert not check_cut_off([a, None])  # None: a worker on the driver's host
+    is_cut_off = watched.monitor.is_cut_off
+    assert not is_cut_off([])
+    assert not is_cut_off([a, None])  # None: a worker on the driver's host
     assert not caplog.records
-    assert check_cut_off([a, b])
-    assert check_cut_off([a, b])
+    assert is_cut_off([a, b])
+    assert is_cut_off([a, b])
     b.is_silent = False
-    assert not check_cut_off([a, b])
-    assert not check_cut_off([a, b])
+    assert not is_cut_off([a, b])
+    assert not is_cut_off([a, b])
     (record,) = caplog.records
     assert "No worker's host (10.0.0.5, 10.0.0.7) answers the driver" in record.getMessage()
 

@@ -45,7 +45,7 @@ def attempt_of(*names):
 
 
 def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again():
-    group = SimpleNamespace(clock=Clock(), check_cut_off=lambda: False)
+    group = SimpleNamespace(clock=Clock(), is_cut_off=lambda: False)
     rpc = GroupRpc(SimpleNamespace(group=group), lambda: None, 1.0)
     assert rpc.probe_or_kill([Named("a")]) == ({"a": Progress()}, {})
 

@@ -217,12 +217,12 @@ def test_metrics_of_a_call_so_far(make_trainer):
     assert loop.leaving_metrics(0) is None
     request = TrainRequest(call_number=0, until_step=6, log_every=4)
     assert isinstance(loop.train(replace(request, callback_pause_step=5)), CallbackPause)
-    assert (loop.leaving_metrics(1), len(loop.recorder.unacknowledged_points(-1))) == (None, 1)
+    assert (loop.leaving_metrics(1), len(loop.recorder.unacknowledged_log_points(-1))) == (None, 1)
     # all workers have these, so a leaving worker omits them
     loop.recorder.call.merged_metrics = [(5, loop.recorder.own_metrics[0][1])]
     whole = loop.leaving_metrics(0)
     assert (whole["num_samples"], "lr" in whole) == (40, False)
-    point, rest = loop.recorder.unacknowledged_points(-1)
+    point, rest = loop.recorder.unacknowledged_log_points(-1)
     assert (point.global_step, rest.global_step) == (4, 5)
     assert (point.reaches_log_step, rest.reaches_log_step) == (True, False)
     assert (point.metrics["num_samples"], rest.metrics["num_samples"]) == (32, 8)

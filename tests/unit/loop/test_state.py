@@ -13,7 +13,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.loop.snapshot_taker import SnapshotTaker, _num_bytes
-from raysgd.loop.state import check_state, read_state
+from raysgd.loop.state_dict import check_state, read_state
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.torch.tensors import copy_leaf
 from tests.operators import on_gpu

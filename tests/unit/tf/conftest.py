@@ -15,12 +15,12 @@ def build(monkeypatch):
     pytest.importorskip("tensorflow")
     from raysgd.tf import train_state
     from raysgd.tf.communication import KerasCollectives
-    from raysgd.tf.options import TFOptions, TFSettings
+    from raysgd.tf.options import KerasOptions, KerasSettings
     from raysgd.tf.runner import build_operator
 
     def make(operator_cls, config=None, seed=3, workers=1, **options):
-        options = TFOptions(seed=seed, **options)
-        settings = TFSettings(options=options, context=WorkerContext(in_driver=True))
+        options = KerasOptions(seed=seed, **options)
+        settings = KerasSettings(options=options, context=WorkerContext(in_driver=True))
         monkeypatch.setattr(train_state, "create_collectives", lambda _: KerasCollectives(workers))
         return build_operator(operator_cls, config or {}, settings)
 

@@ -11,8 +11,8 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.loop.requests import TrainRequest
 from raysgd.tf.communication import KerasCollectives
 from raysgd.tf.losses import BatchLosses, _multiply_weights
-from raysgd.tf.options import TFOptions
-from raysgd.tf.runner import TFRunner
+from raysgd.tf.options import KerasOptions
+from raysgd.tf.runner import KerasRunner
 from tests.fidelity import Meeting
 from tests.tf_operators import Digits
 
@@ -65,10 +65,10 @@ def trained(num_workers, size, batch_size, **config):
     }
     meeting, runners = Meeting(size), []
     for rank in range(size):
-        options = TFOptions(
+        options = KerasOptions(
             training_operator_cls=Watched, config=config, num_workers=num_workers, seed=3
         )
-        runners.append(TFRunner(options))
+        runners.append(KerasRunner(options))
         runners[-1].setup(WorkerContext(in_driver=True))
         train_state = runners[-1].operator._train_state
         train_state.begin_generation(

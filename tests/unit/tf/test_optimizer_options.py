@@ -14,12 +14,15 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     from raysgd.tf.state_access import KerasStateAccess
 
     slow, fast = build(Digits, {"lr": 0.01}), build(Digits, {"lr": 0.04})
-    then, now = slow._train_state.initial_options(), fast._train_state.initial_options()
+    then, now = (
+        slow._train_state.initial_hyperparameters(),
+        fast._train_state.initial_hyperparameters(),
+    )
     assert has_validation_loader(slow)
     assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
     slow.optimizer.learning_rate.assign(0.005)  # lowered during training
     KerasStateAccess(fast._train_state).load(KerasStateAccess(slow._train_state).read())
-    fast._train_state.rescale_options(then, now)
+    fast._train_state.rescale_hyperparameters(then, now)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
 
 

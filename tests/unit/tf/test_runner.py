@@ -15,8 +15,8 @@ from raysgd._internal.runner import WorkerContext  # noqa: E402
 from raysgd.elastic.config import ElasticConfig  # noqa: E402
 from raysgd.loop.requests import TrainRequest  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.options import TFOptions  # noqa: E402
-from raysgd.tf.runner import TFRunner  # noqa: E402
+from raysgd.tf.options import KerasOptions  # noqa: E402
+from raysgd.tf.runner import KerasRunner  # noqa: E402
 from raysgd.tf.train_state import KerasRandomGenerators  # noqa: E402
 from tests.tf_operators import Digits, digits, make_model  # noqa: E402
 
@@ -25,8 +25,8 @@ def make_runner(lr=0.1):
     """Return a runner that takes a snapshot at the start of each epoch. An epoch has 45 steps."""
     config = {"data": "tf", "shuffle": False, "lr": lr, "batch_norm": True}
     elastic = ElasticConfig(snapshot_every="epoch")
-    options = TFOptions(training_operator_cls=Digits, config=config, seed=3, elastic=elastic)
-    runner = TFRunner(options)
+    options = KerasOptions(training_operator_cls=Digits, config=config, seed=3, elastic=elastic)
+    runner = KerasRunner(options)
     runner.setup(WorkerContext(in_driver=True))
     runner.operator._train_state.settings.context = WorkerContext()  # takes snapshots
     return runner
@@ -103,8 +103,8 @@ def test_a_failed_step_restores_the_first_of_two_updates(first, num_registered, 
     runners = []
     for config in ({}, {"fail_at": fail_at}):
         config |= {"first": first, "num_registered": num_registered}
-        options = TFOptions(training_operator_cls=TwoUpdates, config=config, seed=3)
-        runners.append(TFRunner(options))
+        options = KerasOptions(training_operator_cls=TwoUpdates, config=config, seed=3)
+        runners.append(KerasRunner(options))
         runners[-1].setup(WorkerContext(in_driver=True))
         runners[-1].operator.train_batch(tuple(part[:32] for part in digits()[0]), {})  # no loop
     undisturbed, failing = runners
@@ -123,7 +123,7 @@ class Halving(Digits):
 
 def test_a_failed_step_restores_the_learning_rate():
     config = {"shuffle": False, "fail_at": (0, 2)}
-    runner = TFRunner(TFOptions(training_operator_cls=Halving, config=config, seed=3))
+    runner = KerasRunner(KerasOptions(training_operator_cls=Halving, config=config, seed=3))
     runner.setup(WorkerContext(in_driver=True))
     with pytest.raises(ValueError, match="bad batch"):
         runner.handle(TrainRequest(call_number=0, until_step=4))
@@ -154,7 +154,7 @@ class HalfUpdated(Digits):
     [(HalfUpdated, {}), (TwoUpdates, {"first": 0, "num_registered": 1, "fail_at": 2})],
 )
 def test_workers_do_not_restart_from_a_state_that_is_half_updated(operator_cls, config):
-    runner = TFRunner(TFOptions(training_operator_cls=operator_cls, config=config, seed=3))
+    runner = KerasRunner(KerasOptions(training_operator_cls=operator_cls, config=config, seed=3))
     runner.setup(WorkerContext(in_driver=True))
     runner.handle(TrainRequest(call_number=0, until_step=2))
     assert runner.restart_state() is not None

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from raysgd.data.partition import MicroBatch, UpdatePlan
+from raysgd.data.partition import MicroBatchPlan, UpdatePlan
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.update import Update
 from raysgd.torch.optimization import as_count
@@ -12,7 +12,7 @@ from raysgd.torch.optimization import as_count
 
 def test_the_usual_update_needs_no_correction_of_gradients():
     for samples, total in ((49, 49 * 2 * 3), (None, None)):
-        update, batches = Update(), [MicroBatch(samples, step_index=step) for step in range(2)]
+        update, batches = Update(), [MicroBatchPlan(samples, step_index=step) for step in range(2)]
         update.begin(UpdatePlan(tuple(batches), total))
         for micro_batch in batches:
             update.begin_micro_batch(micro_batch, is_last=micro_batch.step_index == 1)
@@ -22,8 +22,8 @@ def test_the_usual_update_needs_no_correction_of_gradients():
 def test_first_loss_of_a_generation_is_not_scaled_up():
     """With float16, it could overflow."""
     update = Update()
-    update.begin(UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(4))))
-    update.begin_micro_batch(MicroBatch(), is_last=False)
+    update.begin(UpdatePlan(tuple(MicroBatchPlan(step_index=step) for step in range(4))))
+    update.begin_micro_batch(MicroBatchPlan(), is_last=False)
     weight = update.loss_weights.add(LossCount(1000.0), 2, lambda count: 2 * count).loss
     assert weight == pytest.approx(1 / 4, rel=0.5)
 
@@ -31,19 +31,19 @@ def test_first_loss_of_a_generation_is_not_scaled_up():
 def test_counts_for_some_batches_of_an_update_are_an_error():
     for first, second in ((None, 3), (3, None)):
         update = Update()
-        update.begin_micro_batch(MicroBatch(), is_last=False)
+        update.begin_micro_batch(MicroBatchPlan(), is_last=False)
         update.loss_weights.add(LossCount(first))
-        update.begin_micro_batch(MicroBatch())
+        update.begin_micro_batch(MicroBatchPlan())
         with pytest.raises(ValueError, match="for all of them or for none"):
             update.loss_weights.add(LossCount(second))
 
 
 def test_counts_of_losses_may_differ_only_in_an_update_of_one_micro_batch():
     update = Update()
-    update.begin_micro_batch(MicroBatch())
+    update.begin_micro_batch(MicroBatchPlan())
     for count in (3.0, 4.0):
         assert update.loss_weights.add(LossCount(count)) == (1.0, 1.0)
-    update.begin_micro_batch(MicroBatch())
+    update.begin_micro_batch(MicroBatchPlan())
     update.loss_weights.add(LossCount(3.0))
     with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):
         update.loss_weights.add(LossCount(4.0))

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig
 from raysgd.callbacks import EMA
-from raysgd.data.partition import MicroBatch, UpdatePlan
+from raysgd.data.partition import MicroBatchPlan, UpdatePlan
 from raysgd.testing import run_operator
 from tests.operators import Adversaries, Classifier, local, parameters
 from tests.unit.recorder import Recorder
@@ -313,8 +313,8 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     settings = state.settings
     settings.options = dataclasses.replace(settings.options, elastic=elastic)
     update = state.update
-    update.begin(UpdatePlan((MicroBatch(num_samples=6),), total_samples=8))
-    update.begin_micro_batch(MicroBatch(num_samples=6))
+    update.begin(UpdatePlan((MicroBatchPlan(num_samples=6),), total_samples=8))
+    update.begin_micro_batch(MicroBatchPlan(num_samples=6))
     operator.train_batch(BATCH, {})
     operator._update_features.checks.commit(update)
     assert ("Losses then have wrong weights" in caplog.text) == warns

@@ -40,9 +40,9 @@ def tuned(**config):
 def groups_moved_to(donor, heir):
     """Load the donor's state, adapted to the heir's config. Return the heir's groups."""
     first = tuned(**donor.config)
-    then, now = (each._train_state.initial_options() for each in (first, heir))
+    then, now = (each._train_state.initial_hyperparameters() for each in (first, heir))
     heir.optimizer.load_state_dict(copy.deepcopy(donor.optimizer.state_dict()))
-    heir._train_state.rescale_options(then, now)
+    heir._train_state.rescale_hyperparameters(then, now)
     return heir.optimizer.param_groups
 
 
@@ -62,7 +62,9 @@ def test_flags_and_zero_options_take_the_new_value():
     assert groups_moved_to(donor, heir)[0]["weight_decay"] == 0.2
     for old, new in ((False, True), (True, False)):
         heir.optimizer.param_groups[0]["amsgrad"] = False
-        heir._train_state.rescale_options([[{"amsgrad": old}, {}]], [[{"amsgrad": new}, {}]])
+        heir._train_state.rescale_hyperparameters(
+            [[{"amsgrad": old}, {}]], [[{"amsgrad": new}, {}]]
+        )
         assert heir.optimizer.param_groups[0]["amsgrad"] is new
 
 
@@ -147,14 +149,14 @@ def test_scheduler_follows_its_own_optimizer(schedulers, order):
     config = {"schedulers": schedulers, "order": order}
     donor, heir = rivals(0.2, 0.2, **config), rivals(*changed, **config)
     always = rivals(*changed, **config)
-    then = donor._train_state.initial_options()
+    then = donor._train_state.initial_hyperparameters()
     for _ in range(3):
         donor.advance()
         always.advance()
-    now = heir._train_state.initial_options()
+    now = heir._train_state.initial_hyperparameters()
     saved = TorchStateAccess(donor._train_state).read()
     TorchStateAccess(heir._train_state).load(copy.deepcopy(saved))
-    heir._train_state.rescale_options(then, now)
+    heir._train_state.rescale_hyperparameters(then, now)
     for _ in range(3):
         assert heir.rates() == pytest.approx(always.rates())
         pair = heir._train_state, always._train_state
@@ -176,13 +178,13 @@ def test_rates_in_tensors_change_too():
     donor, heir = (
         run_operator(OfTensor, {"lr": lr}, scheduler_step_freq="manual") for lr in (0.25, 0.5)
     )
-    options = [each._train_state.initial_options() for each in (donor, heir)]
+    options = [each._train_state.initial_hyperparameters() for each in (donor, heir)]
     then, now = json.loads(json.dumps(options))
     donor.optimizer.step()
     donor.schedule.step()
     saved = TorchStateAccess(donor._train_state).read()
     TorchStateAccess(heir._train_state).load(copy.deepcopy(saved))
-    heir._train_state.rescale_options(then, now)
+    heir._train_state.rescale_hyperparameters(then, now)
     (group,) = heir.optimizer.param_groups
     assert isinstance(group["lr"], torch.Tensor)
     assert group["lr"] == 0.25

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorData
 from raysgd import ElasticConfig, EqualBits, TrainingOperator
 from raysgd._internal.runner import WorkerContext
 from raysgd.data import Dataset, Stream, text
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatchPlan
 from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 from raysgd.torch import registration
@@ -69,7 +69,7 @@ def test_trained_criterion_is_also_a_model():
         train_state = make_registration()
         results = register(train_state, given, optimized, loss)
         assert (results[0], results[2], train_state.models) == (given, loss, models)
-        assert train_state.given_models == (both if given is both else [model])
+        assert train_state.registered_models == (both if given is both else [model])
     state_access = TorchStateAccess(train_state)
     older = state_access.read()
     assert len(older["models"]) == 2
@@ -154,7 +154,7 @@ def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
     wrapped = register(train_state, model, sgd(model), gradient_accumulation_steps=2)[0]
     train_state.exchange.use_wrappers([])
-    train_state.begin_micro_batch(MicroBatch(), is_last=False)
+    train_state.begin_micro_batch(MicroBatchPlan(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     train_state.roll_back()
     assert wrapped.require_backward_grad_sync

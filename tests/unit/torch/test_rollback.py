@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysgd import TrainingOperator
 from raysgd._internal.runner import WorkerContext
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatchPlan
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
-from raysgd.torch.features.rollback import BufferCopies, Rollback
+from raysgd.torch.features.rollback import BufferBackup, Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.tensors import TensorVersions
@@ -54,7 +54,7 @@ class Steps:
         self.step.optimizer_steps.max_counts.update(dict.fromkeys(map(id, optimizers), 2))
 
     def begin(self):
-        self.step.begin_micro_batch(MicroBatch())
+        self.step.begin_micro_batch(MicroBatchPlan())
         self.rollback.begin_update(self.step)
 
     def commit(self):
@@ -308,7 +308,7 @@ def values(model):
 )
 def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
     model = Model()
-    copies = BufferCopies([model], None)
+    copies = BufferBackup([model], None)
     for changes in steps:
         for change in changes:
             change(model)
@@ -372,7 +372,7 @@ class Copied(TorchDispatchMode):
 def test_one_operation_copies_all_buffers_of_a_type():
     """On a GPU, an operation on several types launches one kernel per tensor."""
     norms = torch.nn.Sequential(*(torch.nn.BatchNorm1d(2) for _ in range(3)))
-    copies = BufferCopies([norms], None)
+    copies = BufferBackup([norms], None)
     with Copied() as copied:
         copies.commit(Update())
     assert copied.dtypes == [{torch.float32}, {torch.int64}]

@@ -100,11 +100,11 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
     sent = iter([b"another digest", [{}], state])
 
     def broadcast(make, rank, wanted=True):
-        if make != train_state.buffer_copies.tensors:
+        if make != train_state.buffer_backup.tensors:
             return next(sent)
         if is_lost:
             raise ConnectionError
-        return leader._train_state.buffer_copies.tensors()
+        return leader._train_state.buffer_backup.tensors()
 
     train_state.collectives.broadcast = broadcast
     train_state.collectives.all_reduce_min = lambda *values: [*values]

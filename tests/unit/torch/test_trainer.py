@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd.tf.options import TFOptions
+from raysgd.tf.options import KerasOptions
 from raysgd.torch.options import TorchOptions
 from tests.operators import Adversaries, Classifier, local, make_data
 
@@ -18,7 +18,7 @@ def test_an_old_pytorch_is_an_error(monkeypatch):
         local()
 
 
-@pytest.mark.parametrize("options_cls", [TorchOptions, TFOptions])
+@pytest.mark.parametrize("options_cls", [TorchOptions, KerasOptions])
 def test_several_workers_with_use_local_train_on_cpus(options_cls, caplog, monkeypatch):
     monkeypatch.setattr("raysgd.loop.options._gpus_in_cluster", lambda: 2)
     two = {"num_workers": 2, "use_local": True, "use_gpu": "auto"}

@@ -26,9 +26,9 @@ from raysgd.data import Stream, jsonl, mix, parquet, text
 from raysgd.data.partition import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
-from raysgd.torch.input.sequential_source import SequentialSource
+from raysgd.torch.input.iterable_reading import checksum
+from raysgd.torch.input.iterable_source import IterableSource
 from raysgd.torch.input.sources import MapStyleSource
-from raysgd.torch.input.stream_reading import checksum
 from tests.conftest import examples
 from tests.operators import Classifier
 from tests.unit.torch.input.test_sources import wrap
@@ -87,7 +87,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         arguments = {"world_size": world_size, "rank": rank, "layout": StepLayout(full_size)}
         stream = wrap(DataLoader(Numbers(size), **settings), **arguments)
         known = wrap(DataLoader(mapped, **settings), **arguments)
-        assert (type(stream), type(known)) == (SequentialSource, MapStyleSource)
+        assert (type(stream), type(known)) == (IterableSource, MapStyleSource)
         for source in (stream, known):
             source.change_partition(may_split=may_split)
             if shares:

@@ -291,7 +291,8 @@ class Stops(Trains):
         partition = self._train_state.data.source("train").partition
         two_steps = itertools.islice(iterator, 2 * len(partition.owned_parts))
         metrics = super().train_epoch(two_steps, info)
-        assert (metrics["num_samples"], metrics["batch_count"]) == (2 * partition.step_size, 2)
+        num_samples = 2 * partition.global_batch_size
+        assert (metrics["num_samples"], metrics["batch_count"]) == (num_samples, 2)
         return metrics
 
 

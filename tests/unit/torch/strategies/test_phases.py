@@ -16,7 +16,7 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
-REGISTER = ["mode_of", "_move_models", "prepare", "wrap", "features_of", "register_hooks"]
+REGISTER = ["strategy_name", "_move_models", "prepare", "wrap", "features_of", "register_hooks"]
 REGISTER += ["begin_sharding", "_move_criteria"]
 # The hooks of user code come first, because they may reject a step, and shards come last.
 STEP = ["complete_gradients", "before_of_user", "_step_pre_hook", "_begin_step"]
@@ -33,15 +33,15 @@ MODES = {
 ORDERS = (
     # first            later            the hook that needs the order, and why
     ("placement", "Rollback", "roll_back: a step that changed no parameters is no damage"),
-    ("placement", "BufferCopies", "receive: shards come last, as they are valid from then on"),
+    ("placement", "BufferBackup", "receive: shards come last, as they are valid from then on"),
     ("exchange", "Optimization", "begin_micro_batch: it may discard gradients that others keep"),
     ("Optimization", "StepChecks", "begin_micro_batch: kept gradients are no error"),
-    ("exchange", "BufferCopies", "commit: it may restore buffers"),
+    ("exchange", "BufferBackup", "commit: it may restore buffers"),
     ("StepChecks", "WeightAveraging", "commit: an update may keep gradients for the next one"),
-    ("BadStepFilter", "GradientNorms", "before_optimizer_step: it judges unclipped gradients"),
+    ("BadStepFilter", "GradientClipping", "before_optimizer_step: it judges unclipped gradients"),
     ("BadStepFilter", "Rollback", "before_optimizer_step: it says what to restore"),
     ("exchange", "ReplicaGuard", "sync_initial_state, sync_buffers: all have equal buffers first"),
-    ("BufferCopies", "ReplicaGuard", "receive: all have equal buffers first"),
+    ("BufferBackup", "ReplicaGuard", "receive: all have equal buffers first"),
 )
 """The pairs of features whose order matters."""
 

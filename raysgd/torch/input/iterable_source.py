@@ -16,9 +16,9 @@ from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import PartitionedSource, ReadBatch, length_of, set_loader_epoch
 from raysgd.data.stream import GroupedStream, NumberedSamples, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
-from raysgd.torch.input.stream_reading import (
+from raysgd.torch.input.iterable_reading import (
     Chunks,
-    StreamBuffer,
+    SampleBuffer,
     can_seek,
     name_of,
     start_of_epoch,
@@ -26,7 +26,7 @@ from raysgd.torch.input.stream_reading import (
 )
 
 
-class SequentialSource(PartitionedSource):
+class IterableSource(PartitionedSource):
     """A stream, read by every worker.
 
     The samples of a DataLoader over an IterableDataset are partitioned. For any other loader, each
@@ -43,7 +43,7 @@ class SequentialSource(PartitionedSource):
     _current_size: Any = property(lambda self: known_length(self.loader))
 
     def __init__(self, loader: Any, *, seed: int, **partition_arguments: Any) -> None:
-        self._collates, self._seed = collates_stream(loader), seed
+        self._collates, self._seed = collates_iterable(loader), seed
         self._dataset: Any = loader.dataset if self._collates else loader
         size, drop_last = (loader.batch_size, loader.drop_last) if self._collates else (None, False)
         super().__init__(loader, known_length(loader), size, bool(drop_last), **partition_arguments)
@@ -70,16 +70,16 @@ class SequentialSource(PartitionedSource):
     def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
         self._seek(epoch, offset)
         partition, first, self.steps_read = self._partition, offset, 0
-        end = sys.maxsize if num_steps is None else offset + num_steps * partition.step_size
+        end = sys.maxsize if num_steps is None else offset + num_steps * partition.global_batch_size
         turns = partition.world_size * partition.batch_size  # of all workers, in validation
-        unit = partition.step_size if partition.training else turns
+        unit = partition.global_batch_size if partition.training else turns
         while offset < end:
             size = self._read_to(offset, min(unit, end - offset))
             self._span = offset, size
             step = replace(partition, epoch_size=size)
             if step.end_index(0) == 0:
                 return
-            self.steps_read = -(-(offset + size - first) // partition.step_size)
+            self.steps_read = -(-(offset + size - first) // partition.global_batch_size)
             for start, stop in step.spans():
                 num_collated = stop - start if self._collates else None
                 yield ReadBatch(self._batch(offset + start, offset + stop), num_collated)
@@ -103,13 +103,15 @@ class SequentialSource(PartitionedSource):
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         self._buffer.trim(offset)
         partition = self._partition
-        starts = range(offset, offset + num_steps * partition.step_size, partition.step_size)
-        sizes = [self._read_to(start, partition.step_size) for start in starts]
-        least = partition.step_size if partition.drop_last else 1
+        starts = range(
+            offset, offset + num_steps * partition.global_batch_size, partition.global_batch_size
+        )
+        sizes = [self._read_to(start, partition.global_batch_size) for start in starts]
+        least = partition.global_batch_size if partition.drop_last else 1
         return partition.plan(tuple(size for size in sizes if size >= least))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        end = offset + num_steps * self._partition.step_size
+        end = offset + num_steps * self._partition.global_batch_size
         return min(end, self._buffer.end) if self._buffer.has_ended else end
 
     # ---- what continues an epoch
@@ -142,7 +144,7 @@ class SequentialSource(PartitionedSource):
         super().end_processes()
         close_files(self._dataset)
         self._reading: tuple[int, int] | None = None  # epoch and seed
-        self._buffer = StreamBuffer((), start_of_epoch(0))
+        self._buffer = SampleBuffer((), start_of_epoch(0))
         self._span = 0, 0  # start and size of the newest step
 
     def _seek(self, epoch: int, offset: int) -> None:
@@ -176,7 +178,7 @@ class SequentialSource(PartitionedSource):
         chunks: Any = Chunks(self._dataset, size, seed, mark)
         if num_processes:
             chunks = self._iteration = iter(with_chunks(self.loader, chunks, seed))
-        self._buffer, self._reading = StreamBuffer(chunks, mark), (epoch, self._seed)
+        self._buffer, self._reading = SampleBuffer(chunks, mark), (epoch, self._seed)
 
     def _read_to(self, start: int, size: int) -> int:
         try:
@@ -193,7 +195,7 @@ def keeps_all_samples(loader: DataLoader[Any]) -> bool:
     return loader.batch_size is not None and loader.collate_fn is default_collate
 
 
-def collates_stream(loader: Any) -> bool:
+def collates_iterable(loader: Any) -> bool:
     """Return whether a DataLoader collates batches from the samples of an IterableDataset."""
     return (
         isinstance(loader, DataLoader)

@@ -14,7 +14,7 @@ from raysgd.torch.train_state import TorchTrainState
 _NUM_STEPS = 15  # recent steps whose median speed counts
 
 
-class SampleRate(UpdateFeature):
+class ThroughputMeter(UpdateFeature):
     """Measures each batch from its start to its last gradient, without communication.
 
     DistributedDataParallel waits for other workers only after the last gradient. A fully sharded

@@ -42,7 +42,7 @@ class Chunks(IterableDataset[Chunk]):
     """Reads a data set in chunks of `size` samples, in this process or in loader processes.
 
     Seeds the global random number generators for each chunk, and within a `GroupedStream`, so that
-    random transforms depend on the position only. Reading begins at a mark of a `StreamBuffer`.
+    random transforms depend on the position only. Reading begins at a mark of a `SampleBuffer`.
     """
 
     def __init__(self, dataset: Any, size: int, seed: int, mark: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ def start_of_epoch(num_processes: int) -> dict[str, Any]:
     return {"offset": 0, "digest": 0, "states": [[0, None]] * num_processes, "turn": 0}
 
 
-class StreamBuffer:
+class SampleBuffer:
     """The samples that have been read from an offset on, until `trim` releases them.
 
     Reading can begin at a mark. It has an offset, the digest of the stream up to there, the number

@@ -10,7 +10,7 @@ from raysgd.loop.update import Update
 from raysgd.torch.train_state import TorchTrainState
 
 
-class GradientNorms(UpdateFeature):
+class GradientClipping(UpdateFeature):
     """Clips the gradients of each optimizer to ``max_grad_norm`` of ``register``.
 
     The norm before clipping is the metric ``grad_norm`` of logged steps.

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatchPlan
 from raysgd.loop.update import Update
-from raysgd.torch.features.sample_rate import SampleRate
+from raysgd.torch.features.throughput import ThroughputMeter
 from tests.unit.cluster.clock import ManualClock
 
 
@@ -15,19 +15,19 @@ from tests.unit.cluster.clock import ManualClock
 def clock(monkeypatch):
     clock = ManualClock()
     time = SimpleNamespace(perf_counter=clock.monotonic)
-    monkeypatch.setattr("raysgd.torch.features.sample_rate.time", time)
+    monkeypatch.setattr("raysgd.torch.features.throughput.time", time)
     return clock
 
 
 def make():
     model = torch.nn.Linear(2, 1)
     settings = SimpleNamespace(device=torch.device("cpu"))
-    return model, SampleRate(SimpleNamespace(settings=settings, models=[model]))
+    return model, ThroughputMeter(SimpleNamespace(settings=settings, models=[model]))
 
 
-def step(clock, model, speed, seconds, end=SampleRate.commit):
+def step(clock, model, speed, seconds, end=ThroughputMeter.commit):
     update = Update()
-    update.begin_micro_batch(MicroBatch(num_samples=8))
+    update.begin_micro_batch(MicroBatchPlan(num_samples=8))
     speed.begin_micro_batch(update)
     clock.sleep(seconds)
     model(torch.ones(1, 2)).sum().backward()
@@ -47,5 +47,5 @@ def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
 def test_a_warm_up_counts_though_it_is_rolled_back(clock):
     model, speed = make()
     for seconds in (3.0, 0.5):
-        step(clock, model, speed, seconds, end=SampleRate.roll_back)
+        step(clock, model, speed, seconds, end=ThroughputMeter.roll_back)
     assert speed.samples_per_s == pytest.approx(16.0)
