@@ -1,11 +1,21 @@
 """The interface of the features of an update."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd.loop.loss_weights import Factors
-from raysgd.loop.update import BadStep, Update
+from raysgd.loop.update import Update
+
+UPDATE_HOOKS = (
+    "begin_update",
+    "begin_micro_batch",
+    "filter_loss",
+    "before_optimizer_step",
+    "before_commit",
+    "commit",
+)
+"""Hooks of each update. Only the features that override one are called."""
 
 
 class UpdateFeature:
@@ -36,7 +46,6 @@ class UpdateFeature:
     why_optimizer_step: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
-    bad_steps: Sequence[BadStep] = ()  # that were not applied, oldest first
     warning = ""  # what the newest generation has changed, for the driver to log
 
     # ---- the group of workers

@@ -157,8 +157,8 @@ class OperatorRunner(Runner, ABC):
             timing=train_state.timing.totals,
             log_points=recorder.unacknowledged_log_points(acknowledged_step),
         )
-        bad_steps = (bad_step for feature in features for bad_step in feature.bad_steps)
-        new_bad_steps = [dict(s) for s in bad_steps if s["step"] > recorder.call.start_step]
+        start, bad_steps = recorder.call.start_step, train_state.bad_steps
+        new_bad_steps = [dict(bad) for bad in bad_steps if bad["step"] > start]
         place = self.control.failure_place or f"after step {position.global_step}"
         return progress.Progress(
             position=position,

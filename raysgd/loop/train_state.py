@@ -18,12 +18,12 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatchPlan
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import UpdateFeature
+from raysgd.loop.feature import UPDATE_HOOKS, UpdateFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import WorkerSettings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.state_placement import StatePlacement
-from raysgd.loop.update import MicroBatchMetrics, Update
+from raysgd.loop.update import BadStep, MicroBatchMetrics, Update
 from raysgd.metrics import AverageMeterCollection
 
 
@@ -108,12 +108,13 @@ class TrainState(ABC):
         self.user_set_step: tuple[int, int] | None = None
         self.meters: AverageMeterCollection | None = None
         """Metrics of the epoch or the validation in progress. None in loops of user code."""
+        self.bad_steps: list[BadStep] = []  # updates that were not applied, oldest first
         self.models: list[Any] = []  # that are registered, like the next
         self.optimizers: list[Any] = []
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.features: list[UpdateFeature] = []
         self.features_with: dict[str, list[UpdateFeature]] = {}
-        """The features that override a hook, by its name. Updates call only these."""
+        """The features that override a hook of updates, by its name."""
         self.set_features(())
         self.saved_modes: list[tuple[Any, bool]] = []
         """Modules with their train or eval modes before the first evaluation since training."""
@@ -123,7 +124,8 @@ class TrainState(ABC):
     def set_features(self, features: Sequence[UpdateFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
         self.features[:] = features
-        for name, hook in vars(UpdateFeature).items():
+        for name in UPDATE_HOOKS:
+            hook = getattr(UpdateFeature, name)
             self.features_with[name] = [f for f in features if getattr(type(f), name) is not hook]
 
     @property

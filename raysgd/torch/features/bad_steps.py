@@ -43,7 +43,6 @@ class BadStepFilter(UpdateFeature):
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
-        self.bad_steps: list[BadStep] = []
 
     def begin_call(self, logs_steps: bool) -> None:
         self._averaging_size = self._train_state.exchange.averaging_size
@@ -104,7 +103,7 @@ class BadStepFilter(UpdateFeature):
             "samples": source.sample_ids(position.epoch, position.offset, num_samples),
         }
         update.mark_bad(bad_step)
-        steps = [bad for bad in self.bad_steps if bad["step"] > position.call_start_step]
+        steps = [bad for bad in train_state.bad_steps if bad["step"] > position.call_start_step]
         steps.append(bad_step)
         if len(steps) > self._options.max_skipped:
             named = "; ".join(f"step {bad['step']}, {bad['reason']}" for bad in steps)
@@ -116,14 +115,14 @@ class BadStepFilter(UpdateFeature):
 
     def commit(self, update: Update) -> None:
         if update.bad_step is not None:
-            self.bad_steps.append(update.bad_step)
+            self._train_state.bad_steps.append(update.bad_step)
         elif self._loss is not None:
             self._losses.append(self._loss)
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        return {_KEY: {"losses": [*self._losses], "records": [*self.bad_steps]}}
+        return {_KEY: {"losses": [*self._losses], "records": [*self._train_state.bad_steps]}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         saved = state.get(_KEY, {})
@@ -133,4 +132,4 @@ class BadStepFilter(UpdateFeature):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state.get(_KEY, {})
         self._losses = deque(saved.get("losses", ()), maxlen=_WINDOW)
-        self.bad_steps = [*saved.get("records", ())]
+        self._train_state.bad_steps = [*saved.get("records", ())]
