@@ -46,11 +46,7 @@ def features_of(
     if options.bad_steps is not None:
         yield BadStepFilter(train_state, options.bad_steps)  # updates that are not applied
     yield GradientClipping(train_state, max_grad_norm)  # clipping
-    if train_state.has_all_parameters:  # otherwise, the shards restore them and their optimizer
-        objects = train_state.optimizers, train_state.models
-        yield Rollback(
-            *objects, train_state.micro_batching.refuse_split, options.bad_steps is not None
-        )
+    yield Rollback(train_state)
     yield train_state.buffer_backup  # for discarded updates
     yield train_state.micro_batching  # of batches that do not fit into memory
     yield own.schedules  # learning rates

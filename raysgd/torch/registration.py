@@ -13,7 +13,7 @@ import torch
 from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
-from raysgd.torch.features.rollback import BufferBackup
+from raysgd.torch.features.buffer_backup import BufferBackup
 from raysgd.torch.features.setup_baseline import SetupBaseline
 from raysgd.torch.register_checks import (
     as_criteria,

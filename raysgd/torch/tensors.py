@@ -142,6 +142,24 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(into, content)  # one kernel on a GPU
 
 
+@torch.no_grad()
+def copies_of(
+    tensors: Iterable[torch.Tensor | None], memory: Iterable[torch.Tensor] = ()
+) -> list[Any]:
+    """Return copies of tensors, in `memory` where it fits. On a GPU, one kernel copies many."""
+    rows = zip(tensors, itertools.chain(memory, itertools.repeat(None)), strict=False)
+    pairs: list[tuple[Any, Any]] = [(t if t is None else _memory_for(t, old), t) for t, old in rows]
+    copy_all(pair for pair in pairs if pair[0] is not None)
+    return [copied for copied, _ in pairs]
+
+
+def _memory_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    if old is None or tensor.layout is not torch.strided or old.shape != tensor.shape:
+        return torch.empty_like(tensor)
+    is_alike = (old.dtype, old.device) == (tensor.dtype, tensor.device)
+    return old if is_alike else torch.empty_like(tensor)
+
+
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the same as ``torch.nn.utils.get_total_norm``, with 50 fewer calls on one device."""
     if len({each.device for each in tensors}) != 1:

@@ -14,8 +14,8 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.torch.collectives import TorchCollectives
+from raysgd.torch.features.buffer_backup import BufferBackup
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
-from raysgd.torch.features.rollback import BufferBackup
 from raysgd.torch.features.setup_baseline import SetupBaseline
 from raysgd.torch.input.sources import TorchSources
 from raysgd.torch.object_states import initial_hyperparameters, rescale_hyperparameters

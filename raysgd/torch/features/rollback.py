@@ -1,75 +1,76 @@
-"""Restore parameters, optimizer states, and buffers if a step is discarded."""
+"""Restore parameters, optimizers, schedulers, and buffers if an update is discarded."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
+from raysgd.torch.object_states import load_scheduler, scheduler_state
 from raysgd.torch.tensors import (
     TensorVersions,
-    can_copy,
+    copies_of,
     copy_all,
     inner_optimizers,
     parameters_of,
     renormalized_weights,
 )
+from raysgd.torch.train_state import TorchTrainState
 
 _PLAIN = (float, int, bool, str, type(None))
 
 
 class Rollback(UpdateFeature):
-    """Restores parameters and optimizer states if a step is discarded.
+    """Restores options of optimizers, schedulers, parameters, and optimizer states.
 
-    This feature copies only if an update has several optimizer steps, or if `train_batch` of an
-    earlier step changed parameters before the update, as sharpness-aware minimization does. With
-    bad steps, or micro-batches on a CPU, it also copies before the first update. A GPU may lack
-    the memory. Otherwise the version counters of PyTorch show whether a discarded step changed
-    parameters. If so, the state is damaged. The counters do not detect changes through
-    ``parameter.data``.
+    It always copies options and schedulers, which `train_batch` may change. It copies parameters
+    and states only if an update has several optimizer steps, or if `train_batch` of an earlier step
+    changed parameters before the update, as sharpness-aware minimization does. With bad steps, or
+    micro-batches on a CPU, it also copies them before the first update. A GPU may lack the memory.
+    Otherwise the version counters of PyTorch show whether a discarded step changed parameters. If
+    so, the state is damaged. The counters do not detect changes through ``parameter.data``. Shards
+    restore parameters and states themselves.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        models: Sequence[torch.nn.Module],
-        refuse_split: Callable[[str], None],
-        has_bad_steps: bool = False,
-    ) -> None:
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state, optimizers = train_state, train_state.optimizers
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
         self._optimizers = [*optimizers, *wrapped]
-        self._backups: list[OptimizerBackup] = []  # of the optimizers, if the update has copies
+        self._backups: list[OptimizerBackup] = []
+        self._has_copies = False  # of parameters and states, in the backups
+        self._restore_schedulers: Callable[[], None] = lambda: None
+        self._is_sharded = not train_state.has_all_parameters
+        models = () if self._is_sharded else train_state.models
         renormalized = renormalized_weights(models)
         self._stepped = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
         found = {id(p): p for model in models for p in model.parameters()} | self._stepped
         self._parameters = [p for p in found.values() if p not in renormalized and not is_lazy(p)]
         self._versions: TensorVersions | None = None
-        self._refuse_split, self._has_bad_steps = refuse_split, has_bad_steps
         self._changes_early: bool | None = None  # parameters, before the update; or unknown
 
     def begin_update(self, update: Update) -> None:
         if (changes_early := self._changes_early) is None:
             on_cpu = not any(parameter.is_cuda for parameter in self._parameters)
-            changes_early = self._has_bad_steps or (update.is_split and on_cpu)
-        memory, self._backups = [backup.copies for backup in self._backups], []
-        if update.optimizer_steps.need_backup or changes_early:
-            pairs = itertools.zip_longest(self._optimizers, memory, fillvalue=())
-            self._backups = [OptimizerBackup(each, True, copies) for each, copies in pairs]
+            has_bad_steps = self._train_state.settings.options.bad_steps is not None
+            changes_early = has_bad_steps or (update.is_split and on_cpu)
+        needs_copies = update.optimizer_steps.need_backup or changes_early
+        self._has_copies = needs_copies and not self._is_sharded
+        memory = [backup.copies for backup in self._backups]
+        pairs = itertools.zip_longest(self._optimizers, memory, fillvalue=())
+        self._backups = [OptimizerBackup(each, self._has_copies, copies) for each, copies in pairs]
+        self._restore_schedulers = backup_schedulers(self._train_state.schedulers)
         self._versions = TensorVersions(lambda: self._parameters)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if self._versions is None:
             return
         if update.bad_step is not None:
-            versions = self._versions
-            self.roll_back(update)  # what train_batch changed before the update
-            self._versions = versions  # it may change more
+            # What train_batch changed before the update. Schedules continue.
+            self._restore(self._versions, update, self._backups if self._has_copies else ())
             if update.is_damaged:
                 raise RuntimeError(
                     "A bad step cannot be undone, because train_batch changed parameters before "
@@ -78,23 +79,39 @@ class Rollback(UpdateFeature):
         elif not (self._changes_early or update.optimizer_steps.counts):
             self._changes_early = not self._versions.find_changed_ids().isdisjoint(self._stepped)
             if self._changes_early and not update.has_fixed_parts:
-                self._refuse_split("train_batch changes parameters before the update")
-            if not (self._changes_early or update.optimizer_steps.need_backup):
-                self._backups = []  # of the first update; release their memory
+                why = "train_batch changes parameters before the update"
+                self._train_state.micro_batching.refuse_split(why)
 
     def commit(self, update: Update) -> None:
         self._versions = None
 
     def roll_back(self, update: Update) -> None:
-        if self._versions is None:
-            return
-        changed, self._versions = self._versions.find_changed_ids(), None
-        for backup in reversed(self._backups):
+        if self._versions is not None:
+            self._restore_schedulers()  # the update may fail after schedulers have stepped
+            self._restore(self._versions, update, self._backups)
+            self._versions = None
+
+    def _restore(self, versions: TensorVersions, update: Update, backups: Sequence[Any]) -> None:
+        changed = versions.find_changed_ids()
+        for backup in reversed(backups):
             backup.restore()
             changed.difference_update(map(id, backup.parameters))
-        is_running = not self._backups and update.optimizer_steps.running_optimizer is not None
-        if changed or is_running:  # an optimizer may change its state before parameters
+        is_running = not self._has_copies and update.optimizer_steps.running_optimizer is not None
+        # An optimizer may change its state before parameters.
+        if (changed or is_running) and not self._is_sharded:
             update.set_damaged(True)
+
+
+def backup_schedulers(schedulers: Sequence[Any]) -> Callable[[], None]:
+    """Return a function that restores what schedulers are now."""
+    # Lists are new, and leaves the same.
+    states = map_leaves(list(map(scheduler_state, schedulers)), lambda leaf: leaf)
+
+    def restore() -> None:
+        for scheduler, state in zip(schedulers, states, strict=True):
+            load_scheduler(scheduler, state)
+
+    return restore
 
 
 class OptimizerBackup:
@@ -117,7 +134,7 @@ class OptimizerBackup:
             for name in group:
                 if type(group[name]) not in _PLAIN and name not in ("params", "param_names"):
                     group[name] = map_leaves(group[name], self._keep)
-        self.copies = _copies_of(self._tensors, memory) if self._tensors else []
+        self.copies = copies_of(self._tensors, memory) if self._tensors else []
 
     def _keep(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -134,100 +151,3 @@ class OptimizerBackup:
             for name in group.keys() - before.keys():
                 del group[name]
             group.update({**before, "params": group["params"]})
-
-
-class BufferBackup(UpdateFeature):
-    """Copies all buffers at the end of a step, and restores them if the next step is discarded.
-
-    A copy belongs to a module and a name, because a forward pass may assign another tensor.
-    """
-
-    def __init__(self, models: Iterable[torch.nn.Module], collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._slots = [
-            (module, name)
-            for model in models
-            for module in model.modules()
-            for name in module._buffers  # `named_buffers` omits buffers that are None
-        ]
-        self._outside_norms = [slot for slot in self._slots if not isinstance(slot[0], _BatchNorm)]
-        self.values: list[torch.Tensor | None] = []
-        self._values_at_step: list[torch.Tensor | None] = []
-        self.take()
-
-    def tensors(self) -> list[torch.Tensor | None]:
-        return [module._buffers.get(name) for module, name in self._slots]
-
-    def begin_micro_batch(self, update: Update) -> None:
-        """Begin each micro-batch of a step with the same buffers, except running statistics."""
-        if self._outside_norms and update.is_split and not update.has_fixed_parts:
-            if not update.begins_step:
-                self.write(self._values_at_step, self._outside_norms)
-            values = [module._buffers.get(name) for module, name in self._outside_norms]
-            self._values_at_step = _copies_of(values)
-
-    def begin_call(self, logs_steps: bool) -> None:
-        self.take()  # user code may have changed them between calls
-
-    def commit(self, update: Update) -> None:
-        if update.bad_step is not None:  # nothing of the update is applied
-            self.write(self.values)
-        self.take()
-
-    def take(self) -> None:
-        """Copy the buffers."""
-        if self._slots:
-            self.values = _copies_of(self.tensors())
-
-    def roll_back(self, update: Update) -> None:
-        self.write(self.values)
-
-    def write(self, values: Sequence[torch.Tensor | None], slots: Sequence[Any] = ()) -> None:
-        """Write the values into the buffers, in the order of `tensors` or of `slots`."""
-        for (module, name), value in zip(slots or self._slots, values, strict=True):
-            if name in module._buffers:  # user code may have replaced it with a parameter
-                _set_buffer(module, name, value)
-
-    def receive(self, leader_rank: int) -> Callable[[], None]:
-        values = self._collectives.broadcast(self.tensors, leader_rank)
-
-        def load() -> None:
-            self.write(values)
-            self.take()
-
-        return load
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.take()
-
-
-def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
-    buffer: Any = getattr(module, name, None)
-    if (
-        value is not None
-        and can_copy(buffer, value)
-        and (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
-        and buffer.layout is torch.strided
-        and 0 not in buffer.stride()  # elements of an expanded tensor share memory
-    ):
-        buffer.detach().copy_(value)
-    else:
-        setattr(module, name, None if value is None else value.clone())
-
-
-@torch.no_grad()
-def _copies_of(
-    tensors: Iterable[torch.Tensor | None], memory: Iterable[torch.Tensor] = ()
-) -> list[Any]:
-    """Return copies of tensors, in `memory` where it fits. On a GPU, one kernel copies many."""
-    rows = zip(tensors, itertools.chain(memory, itertools.repeat(None)), strict=False)
-    pairs: list[tuple[Any, Any]] = [(t if t is None else _memory_for(t, old), t) for t, old in rows]
-    copy_all(pair for pair in pairs if pair[0] is not None)
-    return [copied for copied, _ in pairs]
-
-
-def _memory_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    if old is None or tensor.layout is not torch.strided or old.shape != tensor.shape:
-        return torch.empty_like(tensor)
-    is_alike = (old.dtype, old.device) == (tensor.dtype, tensor.device)
-    return old if is_alike else torch.empty_like(tensor)

@@ -8,15 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raysgd import TrainingOperator
+from raysgd import BadSteps, TrainingOperator
 from raysgd._internal.runner import WorkerContext
 from raysgd.data.partition import MicroBatchPlan
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
-from raysgd.torch.features.rollback import BufferBackup, Rollback
-from raysgd.torch.options import TorchOptions
+from raysgd.torch.features.buffer_backup import BufferBackup
+from raysgd.torch.features.rollback import Rollback
+from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.tensors import TensorVersions
+from raysgd.torch.train_state import TorchTrainState
 from tests.operators import local
 
 
@@ -45,12 +47,18 @@ def stepped(optimizer):
     optimizer.step()
 
 
+def rollback_of(optimizers, models=(), **options):
+    state = TorchTrainState(TorchSettings(options=TorchOptions(**options)))
+    state.optimizers[:], state.models = optimizers, [*models]
+    return Rollback(state)
+
+
 class Steps:
     """Steps with two updates each, for which `Rollback` keeps copies."""
 
     def __init__(self, *optimizers, models=()):
         self.step, self.optimizers = Update(), optimizers
-        self.rollback = Rollback(optimizers, models, print)
+        self.rollback = rollback_of(optimizers, models)
         self.step.optimizer_steps.max_counts.update(dict.fromkeys(map(id, optimizers), 2))
 
     def begin(self):
@@ -85,13 +93,14 @@ def test_copies_for_a_first_bad_step_are_released():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, step = torch.optim.SGD([parameter], lr=0.5), Update()
     step.optimizer_steps.expect([optimizer])
-    rollback = Rollback([optimizer], [], print, has_bad_steps=True)
+    rollback = rollback_of([optimizer], bad_steps=BadSteps())
     rollback.begin_update(step)
     copies = rollback._backups[0].copies
     rollback.begin_update(step)
     assert rollback._backups[0].copies[0] is copies[0]  # the next update uses their memory
     rollback.before_optimizer_step(step, optimizer)
-    assert not rollback._backups
+    rollback.begin_update(step)
+    assert not rollback._backups[0].copies
 
 
 class Odd(torch.optim.SGD):

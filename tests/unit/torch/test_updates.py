@@ -16,12 +16,12 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
 from raysgd.torch.collectives import _FIRST_CALLS, TorchCollectives
-from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.tensors import state_digest
 from tests.operators import local
+from tests.unit.torch.test_rollback import rollback_of
 
 X = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -398,7 +398,7 @@ def test_rollback_restores_the_wrapped_optimizer():
     optimizer = Wrapping(model)
     model(X).sum().backward()
     optimizer.step()
-    rollback, update = Rollback([optimizer], [], print), Update(has_fixed_parts=True)
+    rollback, update = rollback_of([optimizer]), Update(has_fixed_parts=True)
     before = copy.deepcopy(optimizer.base.state)
     rollback.begin_update(update)
     optimizer.step()
@@ -435,7 +435,7 @@ def test_states_of_several_tensors_are_copied_sent_and_restored(process_group):
     optimizer = momentum(net())
     parameter = optimizer.param_groups[0]["params"][0]
     optimizer.state[parameter]["exp_avg"] = packed
-    rollback, update = Rollback([optimizer], [], print), Update(has_fixed_parts=True)
+    rollback, update = rollback_of([optimizer]), Update(has_fixed_parts=True)
     rollback.begin_update(update)
     copied = map_leaves({"state": [packed]}, try_copy)["state"][0]
     sent = TorchCollectives(torch.device("cpu")).broadcast(lambda: {"a": packed}, 0)["a"]
