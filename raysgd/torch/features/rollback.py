@@ -44,9 +44,9 @@ class Rollback(UpdateFeature):
         self._has_copies = False  # of parameters and states, in the backups
         self._restore_schedulers: Callable[[], None] = lambda: None
         self._is_sharded = not train_state.has_all_parameters
-        models = () if self._is_sharded else train_state.models
+        models, updating = ((), ()) if self._is_sharded else (train_state.models, optimizers)
         renormalized = renormalized_weights(models)
-        self._stepped = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
+        self._stepped = {id(p): p for optimizer in updating for p in parameters_of(optimizer)}
         found = {id(p): p for model in models for p in model.parameters()} | self._stepped
         self._parameters = [p for p in found.values() if p not in renormalized and not is_lazy(p)]
         self._versions: TensorVersions | None = None
