@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The size of each step of a group, and its parts: by workers, or a fixed number.
+    """The size of each step of a group, and its parts: by workers, or by logical workers.
 
     By workers, each worker trains one part, also if the group `keeps_global_batch`.
-    Fixed parts do not depend on the workers: a worker trains the parts that it owns one after the
-    other, and the generators of random numbers are seeded for each. Only `fixed_by` fixes parts.
+    The number of logical workers is fixed: a worker trains the parts of several one after the
+    other, and the generators of random numbers are seeded for each. Only `fixed_by` sets them.
     `CONTRIBUTING.md` defines these terms.
     """
 
     num_planned: int | None = None  # parts that a step is sized for; None: one per current worker
-    fixed_by: str = ""  # the argument that fixes the parts, for messages; "": parts by workers
+    fixed_by: str = ""  # the argument that sets logical workers, for messages; "": none
 
     @functools.cached_property
-    def has_fixed_parts(self) -> bool:
+    def has_logical_workers(self) -> bool:
         return bool(self.fixed_by)
 
     @functools.cached_property
@@ -41,7 +41,7 @@ class StepLayout:
 
     def num_trained_parts(self, num_workers: int) -> int:
         """Return the number of parts that `num_workers` workers train in a step."""
-        return self.num_planned_parts(num_workers) if self.has_fixed_parts else num_workers
+        return self.num_planned_parts(num_workers) if self.has_logical_workers else num_workers
 
 
 BY_WORKERS = StepLayout()
@@ -142,7 +142,7 @@ class EpochPartition:
     @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
-        if self.layout.has_fixed_parts:
+        if self.layout.has_logical_workers:
             return [(*part_bounds(size, self.num_parts, i), i < size) for i in self.owned_parts]
         first, stop = part_bounds(size, self.world_size, self.rank, self.shares)
         number = self._num_micro_batches(size) if self.may_split else 1
@@ -174,7 +174,7 @@ class EpochPartition:
             for index, count in enumerate(counted):
                 fraction = min(count, 1) if count == total else count / total  # of all: an int
                 planned.append(MicroBatchPlan(count, fraction, step, index == len(counted) - 1))
-        is_unsplit = not (self.layout.has_fixed_parts or self.may_split)
+        is_unsplit = not (self.layout.has_logical_workers or self.may_split)
         is_oversized = is_unsplit and any(self._num_micro_batches(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_oversized)
 

@@ -69,7 +69,7 @@ class ReadBatch:
 
     content: Any
     num_collated: int | None = None  # samples that the loader joined in it, if known
-    turn: int | None = None  # of the group since `read`; None: as many as this worker
+    group_step: int | None = None  # steps of the group since `read`; None: as on this worker
     plan: UpdatePlan | None = None  # of its step, if `BatchSource.plan` cannot know the sizes
 
 

@@ -91,9 +91,9 @@ class Evaluation:
                 yield batches
             # Compare the samples of a stream, if every worker has read all of its batches.
             is_compared = source.step_digest() is not None and train_state.context.world_size > 1
-            is_exhausted, group = int(batches.is_exhausted), train_state.collectives
-            if is_compared and group.all_reduce_min(is_exhausted)[0]:
-                source.check_same_samples(group)
+            is_exhausted, collectives = int(batches.is_exhausted), train_state.collectives
+            if is_compared and collectives.all_reduce_min(is_exhausted)[0]:
+                source.check_same_samples(collectives)
         except BaseException:
             self._control.failure_place = batches.describe_position()
             source.end_processes()
@@ -127,7 +127,7 @@ class Evaluation:
                 info = operator._batch_info(None, index, iterator=batches)
                 output = operator.predict_batch(batch, info)
                 check_rows(output, info[NUM_SAMPLES], train_state.num_rows(batch))
-                key = batches.turn * context.world_size + context.world_rank
+                key = batches.group_step * context.world_size + context.world_rank
                 predictions.append((key, train_state.to_cpu(output)))
         source.end_processes()
         return predictions
@@ -155,13 +155,13 @@ class _EvaluationBatches(Iterator[Any]):
     control: LoopControl
     total_steps: int | None = None  # None if unknown
     num_finished_steps: int = 0
-    turn: int = 0  # of the group, of the newest batch
+    group_step: int = 0  # of the newest batch
     is_exhausted: bool = False
     batch: Any = None
     num_collated: int | None = None  # its samples, if known
 
     def describe_position(self) -> str:
-        """Return the number of the batch that the loop evaluates, and the batch, as text."""
+        """Return the number of the batch in progress, and the batch, as text."""
         if self.batch is None:
             return f"when reading batch {self.num_finished_steps + 1}"
         return f"in batch {self.num_finished_steps}, {describe(self.batch)}"
@@ -175,6 +175,7 @@ class _EvaluationBatches(Iterator[Any]):
             self.is_exhausted = True
             raise
         self.batch, self.num_collated = read.content, read.num_collated
-        self.turn = self.num_finished_steps if read.turn is None else read.turn
+        own, of_group = self.num_finished_steps, read.group_step
+        self.group_step = own if of_group is None else of_group
         self.num_finished_steps += 1
         return self.batch

@@ -168,7 +168,7 @@ class Loop:
         if segment.num_committed or not segment.was_read:
             metrics = with_weight(metrics, segment.num_committed or 1)
             self.recorder.add_segment(segment.start_step, metrics)
-        if not segment.was_read:  # the loop has its own batches, and may have counted them
+        if not segment.was_read:  # train_epoch has its own batches, and may have counted them
             position.global_step = max(segment.start_step, int(operator.global_step))
         train_state.end_segment()
         if position.global_step == segment.start_step and not segment.has_paused:
@@ -246,7 +246,7 @@ class Loop:
     def _check_empty_segment(self, segment: Segment, request: TrainRequest) -> None:
         """Raise an error for a segment without a step, warn of it, or add an epoch to the call.
 
-        The loader was at its end, or the loop did not ask for a batch.
+        The loader was at its end, or ``train_epoch`` did not ask for a batch.
         """
         if segment.epoch_is_over:
             position, call = self._position, self.recorder.call

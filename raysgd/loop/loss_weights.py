@@ -52,7 +52,8 @@ class LossWeights:
     micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
     total, so `StepChecks` rejects a loss after it. If PyTorch workers do not know the sizes of all
     batches, `LossCount.with_samples` makes cases 2 and 3 of the default ``train_batch`` case 1.
-    With fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
+    With logical workers, the total is that of case 2 in all cases, and the exchange divides by
+    counts.
 
     If rank 0 has 3 samples of each step and rank 1 has 1, an update of two steps has 8:
 
@@ -158,7 +159,7 @@ class LossWeights:
         # An update of one micro-batch needs no plan.
         is_single = update.has_one_micro_batch
         planned = total = 0.0 if is_single else self._planned_total(averaging_size, all_reduce)
-        if update.in_last_micro_batch and not update.has_fixed_parts:
+        if update.in_last_micro_batch and not update.has_logical_workers:
             total = self._total(averaging_size, all_reduce)
         if total or self.awaits_count:  # an earlier loss of the batch may have had items
             self._divisor, self.lack_items = total, not total
@@ -169,7 +170,7 @@ class LossWeights:
 
     def _planned_total(self, averaging_size: int, all_reduce: Reduce) -> float:
         plan: UpdatePlan = self._update.plan
-        if self._update.has_fixed_parts:
+        if self._update.has_logical_workers:
             return float(plan.total_samples or 1)
         if self._count.num_items is not None:
             if self.expected_total is None:  # the first update of a generation

@@ -65,7 +65,7 @@ class MetricsRecorder:
     @property
     def _merged_meters(self) -> AverageMeterCollection | None:
         train_state = self._train_state
-        return train_state.meters if train_state.update.has_fixed_parts else None
+        return train_state.meters if train_state.update.has_logical_workers else None
 
     def export_call(self) -> dict[str, Any]:
         """Return the call, with the merged metrics of a segment that runs."""

@@ -233,19 +233,19 @@ class OperatorBase:
         """Add the metrics of a micro-batch. They count if its update counts."""
         update = self._train_state.update
         micro_batch = update.micro_batch
-        # With fixed parts, a worker's samples in a step depend on the number of workers.
-        samples = micro_batch.num_samples if update.has_fixed_parts else None
+        # With logical workers, a worker's samples in a step depend on the number of workers.
+        samples = micro_batch.num_samples if update.has_logical_workers else None
         default = micro_batch.fraction if samples is None else samples
         weight = as_metrics(self.train_batch, metrics).get(NUM_SAMPLES, default)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
         update.hold_metrics([MicroBatchMetrics(metrics, weight, micro_batch.ends_step)])
         self._train_state.timing.num_samples += float(weight)
-        if not update.is_open:  # the loop has its own batches
+        if not update.is_open:  # train_epoch has its own batches
             self._train_state.add_metrics(update.pop_metrics())
 
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
-        """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
+        """Commit the last update if an epoch stopped early. Return the metrics of the epoch."""
         train_state = self._train_state
         if train_state.segment is not None:
             train_state.segment.commit_if_done()

@@ -131,7 +131,7 @@ class OperatorRunner(Runner, ABC):
         train_state, segment = loop.train_state, loop.train_state.segment
         running, features = segment or loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.meters
-        is_merged = segment is not None and train_state.update.has_fixed_parts
+        is_merged = segment is not None and train_state.update.has_logical_workers
         source, snapshots, now = loop.source, loop.snapshots, train_state.position
         recorder = loop.recorder
         num_copies = train_state.context.world_size if is_merged else 1

@@ -35,7 +35,7 @@ class Segment(Iterator[Any]):
     part is in `Update`. After the next request: `commit_if_done`, and `TrainState.commit`.
 
     It continues with the unread batches of the source, if there are any. The functions
-    `after_commit` run after each commit, unless the loop has raised.
+    `after_commit` run after each commit, unless ``train_epoch`` has raised.
     """
 
     _train_state: TrainState
@@ -46,7 +46,7 @@ class Segment(Iterator[Any]):
     after_commit: Sequence[Callable[[], None]] = ()
     read_limit: int | None = None  # steps to read of a new iteration; None for all
     pause_step: float = math.inf  # number of committed steps at which to pause
-    break_ends_epoch: bool = True  # if the loop stops before `max_steps`
+    break_ends_epoch: bool = True  # if train_epoch stops before `max_steps`
 
     def __post_init__(self) -> None:
         train_state = self._train_state
@@ -59,7 +59,7 @@ class Segment(Iterator[Any]):
         self._update, self._position = train_state.update, train_state.position
         self.start_step, self.start_offset = self._position.global_step, self._position.offset
         self.num_committed, self.was_read, self.has_paused = 0, False, False
-        self.may_split = False  # the loop takes micro-batches, by `allow_split`
+        self.may_split = False  # train_epoch takes micro-batches, by `allow_split`
         self.has_loader_failed = False  # its iterator raised an error and cannot continue
         self._is_exhausted = False  # some rank has no more batches in the epoch
         self._started = time.perf_counter()
@@ -86,7 +86,7 @@ class Segment(Iterator[Any]):
         return samples
 
     def commit_if_done(self, raised: bool = False) -> None:
-        """Commit the update in progress if it counts, although the loop may have `raised`."""
+        """Commit the update in progress if it counts, although it may have `raised`."""
         if not self._update.should_commit(raised):
             return
         num_steps = self._update.micro_batch.step_index + 1
@@ -168,7 +168,7 @@ class Segment(Iterator[Any]):
         return source.unread
 
     def finish(self) -> None:
-        """End the segment after the loop has returned."""
+        """End the segment after ``train_epoch`` has returned."""
         self.commit_if_done()
         if self.has_loader_failed:
             raise RuntimeError(
@@ -192,7 +192,7 @@ class Segment(Iterator[Any]):
 
     def end_after_error(self) -> None:
         """Undo the update in progress, unless it counts. The source gives its batches again."""
-        with contextlib.suppress(Exception):  # the error of the loop is raised
+        with contextlib.suppress(Exception):  # the error of train_epoch is raised
             self.commit_if_done(raised=True)
         again = [read for read in (*self._drawn, self._prefetched) if read is not None]
         self._micro_batches.clear()
@@ -208,7 +208,7 @@ class Segment(Iterator[Any]):
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the epoch is over if the loop asks for no further batch."""
+        """Whether the epoch is over if ``train_epoch`` asks for no further batch."""
         update, goes_on = self._update, self.has_paused or self.has_loader_failed
         done = self.num_finished_steps + (update.is_open and update.micro_batch.ends_step)
         stops_early = self.break_ends_epoch and done != self.max_steps and not goes_on
@@ -226,7 +226,7 @@ class Segment(Iterator[Any]):
         return (time.perf_counter() - self._started) / done if done else 0.0
 
     def describe_position(self) -> str:
-        """Return the step that the loop trains, and its batch, as text."""
+        """Return the step in progress, and its batch, as text."""
         done, batch = self.start_step + self.num_finished_steps, describe(self.batch)
         if self.has_loader_failed:
             return f"when reading the batch of step {done + 1}"

@@ -110,9 +110,9 @@ def load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     keep their own models. The leader does not send snapshots, generators of random numbers, and
     metrics, except those that equal bits share.
     """
-    train_state, group = loop.train_state, loop.train_state.collectives
+    train_state, collectives = loop.train_state, loop.train_state.collectives
     is_leader = train_state.context.world_rank == leader_rank
-    state: dict[str, Any] = group.broadcast(lambda: _small_entries(loop), leader_rank)
+    state: dict[str, Any] = collectives.broadcast(lambda: _small_entries(loop), leader_rank)
     if not is_leader:
         train_state.data.set_batch_size(state["batching"])
         if why := state["why_not_split"]:

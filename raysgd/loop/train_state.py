@@ -85,7 +85,7 @@ class TrainState(ABC):
     collectives: Collectives
     generators: RandomGenerators
     micro_batching: MicroBatching
-    # What the loop reads of the registered objects.
+    # What `register` sets, and the loop reads.
     num_criteria = 0  # with trained parameters, which are the last of `models`
     accumulation_steps: int = 1
     placement: StatePlacement = StatePlacement()
@@ -111,7 +111,7 @@ class TrainState(ABC):
         self.bad_steps: list[BadStep] = []  # updates that were not applied, oldest first
         self.models: list[Any] = []  # that are registered, like the next
         self.optimizers: list[Any] = []
-        self.update = Update(settings.options.layout.has_fixed_parts)
+        self.update = Update(settings.options.layout.has_logical_workers)
         self.features: list[UpdateFeature] = []
         self.features_with: dict[str, list[UpdateFeature]] = {}
         """The features that override a hook of updates, by its name."""
@@ -136,8 +136,8 @@ class TrainState(ABC):
     # ---- position
 
     def saved_position(self) -> dict[str, Any]:
-        now, names = self.position, ("epoch", "offset", "validation_offset", "seed")
-        position = {name: getattr(now, name) for name in names}
+        own, names = self.position, ("epoch", "offset", "validation_offset", "seed")
+        position = {name: getattr(own, name) for name in names}
         if (global_batch := self.data.training_source.global_batch_size) is not None:
             position["global_batch"] = global_batch
         if loader_seeds := self.data.own_seeds():
@@ -146,18 +146,18 @@ class TrainState(ABC):
             position["split"] = self.micro_batching.num_splits
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
-        if resume_info := self.data.training_source.resume_info(now.epoch, now.offset):
+        if resume_info := self.data.training_source.resume_info(own.epoch, own.offset):
             # In older versions, only streams had this information. Their key stays in checkpoints.
             position["stream"] = resume_info
         return position
 
     def load_position(self, position: dict[str, Any], global_step: int) -> None:
-        now = self.position
-        now.epoch, now.offset, now.global_step = position["epoch"], position["offset"], global_step
-        now.validation_offset = position.get("validation_offset", 0)
+        own = self.position
+        own.epoch, own.offset, own.global_step = position["epoch"], position["offset"], global_step
+        own.validation_offset = position.get("validation_offset", 0)
         self.data.trains_on = position.get("trains_on", "train")
         self.micro_batching.num_splits = position.get("split", 1)
-        self.reseed(position.get("seed", now.seed), position.get("loader_seeds", {}))
+        self.reseed(position.get("seed", own.seed), position.get("loader_seeds", {}))
         self.data.training_source.load_resume_info(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:

@@ -8,7 +8,7 @@ or with equal bits. The life of an update, with the hooks of features::
         feature.begin_update(update)
         feature.begin_micro_batch(update)
         operator.train_batch(batch)        # each backward() and optimizer_step(): see `Update`
-        # The loop asks for the next batch, or returns:
+        # train_epoch asks for the next batch, or returns:
         if update.should_commit():
             feature.before_commit(update)  # may refuse it
             update.commit()                # the steps count, and it is no longer open
@@ -60,9 +60,9 @@ _NO_PLAN, _NO_MICRO_BATCH = UpdatePlan(), MicroBatchPlan()
 class Update:
     """The update in progress on this worker, up to its commit or roll-back.
 
-    The loop begins each micro-batch, and passes the update to the hooks of all features. Without a
-    loop, each batch has its own, which never opens. Each worker has one object for all updates,
-    from `begin` to `close`.
+    `TrainState` begins each micro-batch, and passes the update to the hooks of all features.
+    Without a segment, each batch has its own, which never opens. Each worker has one object for all
+    updates, from `begin` to `close`.
 
     What happens between a backward pass and the commit, and the file that calls each method, in
     PyTorch. With one micro-batch, `add` to `end` may repeat, for other losses and optimizers:
@@ -84,14 +84,14 @@ class Update:
                                                           ``optimizer.step()`` of user code
     `OptimizerSteps.end`      torch/optimization          ``counts`` has the step, even if skipped
     `hold_metrics`            loop/operator_base          the metrics wait for the commit
-    `should_commit`           loop/segment                asked when the loop requests a batch
+    `should_commit`           loop/segment                asked when it draws a batch
     `begin_commit`            loop/train_state            features may refuse in ``before_commit``
     `commit`                  loop/train_state            the steps count
     ========================  ==========================  =========================================
     """
 
-    def __init__(self, has_fixed_parts: bool = False) -> None:
-        self.has_fixed_parts = has_fixed_parts
+    def __init__(self, has_logical_workers: bool = False) -> None:
+        self.has_logical_workers = has_logical_workers
         """Whether workers add up gradients and counts of parts, and average neither. The commit
         gives each worker the metrics of all workers, and the update counts then."""
         self.is_damaged = False  # an update or a load left changes that no feature could restore
@@ -142,14 +142,15 @@ class Update:
 
     @property
     def has_one_micro_batch(self) -> bool:
-        """Whether the update has only this micro-batch. Always false with fixed parts."""
-        return self.micro_batch_index <= 0 and self.in_last_micro_batch and not self.has_fixed_parts
+        """Whether the update has only this micro-batch. Never with logical workers."""
+        is_only = self.micro_batch_index <= 0 and self.in_last_micro_batch
+        return is_only and not self.has_logical_workers
 
     def should_commit(self, raised: bool = False) -> bool:
-        """Return whether the update counts on this worker, if the loop now ends it.
+        """Return whether the update counts on this worker, if it ends now.
 
         ========================================  =============  =============  =============
-        the loop ...                              asks for more  returns        has `raised`
+        ``train_epoch``                           asks for more  returns        has `raised`
         ========================================  =============  =============  =============
         before the last micro-batch               it continues   an error       it is undone
         in the last micro-batch                   it is counted  it is counted  it is undone
@@ -247,16 +248,16 @@ class OptimizerSteps:
     @property
     def need_backup(self) -> bool:
         """Whether a failure can come between optimizer steps, or between a step and the commit."""
-        # With fixed parts, a worker can be lost between its step and the commit.
-        return self._update.has_fixed_parts or sum(self.max_counts.values()) > 1
+        # With logical workers, a worker can be lost between its step and the commit.
+        return self._update.has_logical_workers or sum(self.max_counts.values()) > 1
 
     @property
     def are_complete(self) -> bool:
         """Whether every optimizer has made the most steps of an earlier update, at least one.
 
-        The steps then count, even if the loop raises.
+        The steps then count, even if ``train_epoch`` raises.
         """
         is_running = self.running_optimizer is not None
-        if self._update.has_fixed_parts or is_running or not self.max_counts:
+        if self._update.has_logical_workers or is_running or not self.max_counts:
             return False
         return all(self.counts.get(key, 0) >= count for key, count in self.max_counts.items())

@@ -251,14 +251,14 @@ class DatasetSource(PartitionedSource):
                 )
             if not drawn:
                 return
-            turn, self.steps_read = self.steps_read, self.steps_read + 1
+            group_step, self.steps_read = self.steps_read, self.steps_read + 1
             offset += len(drawn)
             if self._training:
                 yield from self._own_micro_batches(drawn)
             elif gives_whole_batches:
                 yield from map(ReadBatch, drawn[partition.rank : partition.rank + 1])
             elif (own := self._own_batch(drawn)) is not None:
-                yield ReadBatch(own, turn=turn)
+                yield ReadBatch(own, group_step=group_step)
 
     def _own_micro_batches(self, drawn: list[Any]) -> Iterator[ReadBatch]:
         """Yield this worker's batch of a step, in micro-batches if it is large."""

@@ -56,7 +56,7 @@ class BadStepFilter(UpdateFeature):
             return loss
         value = loss.detach()
         term = value.double() * factors.loss
-        if update.has_fixed_parts:  # the sum must not depend on the workers
+        if update.has_logical_workers:  # the sum must not depend on the workers
             term = (term.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
         self._loss_term = self._loss_term * factors.earlier + term + value * 0
         return loss

@@ -38,12 +38,12 @@ class StepChecks(UpdateFeature):
         has_gap = update.loss_weights.num_earlier < update.micro_batch_index
         if has_gap and any(map(_has_gradients, self._train_state.optimizers)):
             self._refuse_split(_NO_BACKWARD)
-        if update.is_split and not update.has_fixed_parts and self._has_gradient_hooks():
+        if update.is_split and not update.has_logical_workers and self._has_gradient_hooks():
             self._refuse_split("a hook of a parameter may change accumulated gradients")
         self._watch_gradients(self._precision.scales_loss or not update.has_one_micro_batch)
 
     def before_commit(self, update: Update) -> None:
-        """Reject an update of several micro-batches, or with fixed parts, without a step."""
+        """Reject an update of several micro-batches, or with logical workers, without a step."""
         uses_backward = update.loss_weights.uses_backward and not update.has_one_micro_batch
         if uses_backward and not update.optimizer_steps.counts:
             self._require_unsplit("train_batch makes no update in the last batch of a group")
@@ -118,7 +118,7 @@ class StepChecks(UpdateFeature):
 
     def before_backward(self, count: LossCount) -> None:
         update, train_state = self._train_state.update, self._train_state
-        has_one_batch = train_state.accumulation_steps == 1 and not update.has_fixed_parts
+        has_one_batch = train_state.accumulation_steps == 1 and not update.has_logical_workers
         if has_one_batch and update.loss_weights.has_loss and count.num_items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.num_items is None and not count.is_sum
@@ -139,7 +139,7 @@ class StepChecks(UpdateFeature):
 
     def after_backward(self) -> None:
         update = self._train_state.update
-        is_final = update.in_last_micro_batch and not update.has_fixed_parts
+        is_final = update.in_last_micro_batch and not update.has_logical_workers
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:

@@ -1,10 +1,10 @@
 """Training with the same bits on any number of workers, ``TorchTrainer(exact="bits")``.
 
-Each step has a fixed number of parts, which users know as shards. Their samples do not depend on
-the workers. A worker trains the parts that it owns one after the other, each as a micro-batch with
-its own forward and backward pass, random numbers, and batch statistics. The gradients of all parts
-are added up in the order of a fixed tree (`tree_sum.py`). See EasyScale, "Elastic Training with
-Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea of logical workers.
+Each step has a part for each logical worker, which users know as shards. Their samples do not
+depend on the workers. A worker trains the parts that it owns one after the other, each as a
+micro-batch with its own forward and backward pass, random numbers, and batch statistics. The
+gradients of all parts are added up in the order of a fixed tree (`tree_sum.py`). See EasyScale,
+"Elastic Training with Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea.
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
@@ -17,7 +17,7 @@ Elsewhere, code asks for what the mode changes, not for its name:
   `DataSources`.
 - ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
-- ``update.has_fixed_parts``: an update needs copies, ends with its commit, and counts as one of
+- ``update.has_logical_workers``: an update needs copies, ends with its commit, and counts as one of
   several micro-batches (`Update`). `Rollback` permits changes of parameters before it. Each worker
   has the metrics of all (`MetricsRecorder`, `OperatorRunner`), whose sums have a fixed order
   (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses

@@ -73,7 +73,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
     # ---- what full sharding replaces
 
     def receive_gradients(self) -> None:
-        layout, device = self._layout, self._device
+        layout, device = self._shard_layout, self._device
         size, rank = layout.size, layout.rank
         self._received, requests = {}, []
         if not (num_copies := layout.num_copies(size)):
@@ -94,9 +94,9 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         gradient = self.modules.gradient(piece.param_index)
         if gradient is None:  # the loss does not depend on the parameter on any worker
             return None
-        if shard != self._layout.rank:
+        if shard != self._shard_layout.rank:
             gradient = self._received[shard].views[piece.param_index]
-        first, _ = self._layout.shards[shard][piece.param_index]
+        first, _ = self._shard_layout.shards[shard][piece.param_index]
         return gradient[piece.start - first : piece.stop - first]
 
     def current_elements(self, piece: Piece) -> torch.Tensor:
@@ -174,7 +174,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         for group in self.optimizer.param_groups:
             group["params"] = [new[id(parameter)] for parameter in group["params"]]
         self.optimizer.state = defaultdict(dict)
-        layout = self._layout
+        layout = self._shard_layout
         for piece in layout.pieces_of(layout.rank, self._pieces):
             first, _ = layout.shards[layout.rank][piece.param_index]
             rows = self.modules.rows(piece.param_index)[piece.start - first : piece.stop - first]
@@ -184,7 +184,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
 
     def export_models(self, num_models: int) -> list[torch.nn.Module]:
         # The collectives of DTensor would block, because they hold the GIL, which gloo needs.
-        layout, is_first = self._layout, self._layout.rank == 0
+        layout, is_first = self._shard_layout, self._shard_layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
         for number, shard in enumerate(layout.shards):
             rows = {param_index: self.modules.rows(param_index) for param_index in shard}

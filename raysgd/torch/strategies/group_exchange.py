@@ -53,9 +53,9 @@ class GroupExchange(GradientExchange):
     def sync_buffers(self) -> None:
         buffers = [buffer for buffer in self._shared_buffers() if buffer.layout is torch.strided]
         if buffers:
-            group = self._train_state.collectives
-            group.barrier()  # an error if another worker still averages
-            group.broadcast_tensors(buffers, src=0)
+            collectives = self._train_state.collectives
+            collectives.barrier()  # an error if another worker still averages
+            collectives.broadcast_tensors(buffers, src=0)
             self._train_state.buffer_backup.take()
 
     def _shared_buffers(self) -> list[torch.Tensor]:

@@ -95,7 +95,7 @@ class OptimizerShards(UpdateFeature):
         self._numbers = {indices[p]: number for number, p in enumerate(optimized) if p in indices}
         """Maps the index of each parameter of the optimizer to its number there."""
         updated, by_rows = self._find_updated(), parameters is not None
-        self._layout = ShardLayout(self._parameters, updated, copies, by_rows)
+        self._shard_layout = ShardLayout(self._parameters, updated, copies, by_rows)
         self._pieces: list[Piece] = []
         self._running: tuple[list[list[torch.Tensor]], list[Piece]] | None = None
         """Within a step: the parameters of each group, and the pieces that it has instead."""
@@ -132,9 +132,9 @@ class OptimizerShards(UpdateFeature):
     def apply_updates(self) -> None:
         """Copy the updates of all workers into the parameters."""
         pairs = []
-        for shard, buffers in self._layout.exchange(self._buffers, self._device).items():
+        for shard, buffers in self._shard_layout.exchange(self._buffers, self._device).items():
             for param_index, updated in buffers.views.items():
-                start, stop = self._layout.shards[shard][param_index]
+                start, stop = self._shard_layout.shards[shard][param_index]
                 pairs.append((flat(self._parameters[param_index])[start:stop], updated))
         copy_all(pairs)
 
@@ -148,7 +148,7 @@ class OptimizerShards(UpdateFeature):
         self._check_step(args[1:], kwargs)
         self._await_workers()
         self.receive_gradients()
-        layout = self._layout
+        layout = self._shard_layout
         layout.updated = self._find_updated()
         self._buffers = {
             shard: layout.new_buffers(shard, self._device) for shard in layout.held_shards()
@@ -196,7 +196,7 @@ class OptimizerShards(UpdateFeature):
 
     def _await_workers(self) -> None:
         """Wait until all workers have come this far, so that either all or none update."""
-        if self._layout.size > 1:
+        if self._shard_layout.size > 1:
             self._train_state.collectives.barrier()
 
     @torch.no_grad()
@@ -256,7 +256,7 @@ class OptimizerShards(UpdateFeature):
 
     def shard_state(self) -> None:
         """Keep this worker's shards of the full state of the optimizer, on the device."""
-        full_state, layout = self.optimizer.state, self._layout
+        full_state, layout = self.optimizer.state, self._shard_layout
         self.optimizer.state = defaultdict(dict)
         self._pieces, self._buffers = [], {}
         layout.compute_shards()
@@ -302,7 +302,7 @@ class OptimizerShards(UpdateFeature):
                 "values": piece.state
                 | ({PARAMETER: self.current_elements(piece)} if names else {}),
             }
-            for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
+            for piece in self._shard_layout.pieces_of(self._shard_layout.rank, self._pieces)
             if piece.state or names
         ]
 
@@ -323,7 +323,7 @@ class OptimizerShards(UpdateFeature):
 
         A worker keeps its old shards until all workers have the new ones.
         """
-        rank, size, layout = dist.get_rank(), dist.get_world_size(), self._layout
+        rank, size, layout = dist.get_rank(), dist.get_world_size(), self._shard_layout
         held_pieces = [(p.param_index, p.start, p.stop, p.version) for p in self._pieces]
         reports: list[Any] = [None] * size
         dist.all_gather_object(reports, (self._token, self._version, held_pieces))

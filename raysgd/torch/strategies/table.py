@@ -123,7 +123,7 @@ def strategy_name(options: TorchOptions, sharding: str | None, distributed: bool
 
     Options win over `sharding`: `conflicts.py` lists those that a value of `sharding` refuses.
     """
-    if options.layout.has_fixed_parts:
+    if options.layout.has_logical_workers:
         return "equal bits"
     if not (options.wrap_ddp or options.use_horovod):
         return "own models"
