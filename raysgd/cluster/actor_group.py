@@ -216,8 +216,8 @@ class ActorGroup:
             self.members.clear()
             self._slots.clear()
             for member in everyone:
-                answer = exiting.get(member)
-                if answer and not (answer.done() and not answer.exception() and answer.result()):
+                future = exiting.get(member)
+                if future and not (future.done() and not future.exception() and future.result()):
                     member.kill_process()  # Ray considers the worker dead already
                 else:
                     member.kill()

@@ -158,8 +158,8 @@ class HostMonitor:
         self._is_cut_off = is_cut_off
         return is_cut_off
 
-    def warn_if_unwatched(self, answer: Future[Any]) -> None:
-        if answer.exception() is None and (reason := answer.result()):
+    def warn_if_unwatched(self, future: Future[Any]) -> None:
+        if future.exception() is None and (reason := future.result()):
             logger.warning(
                 "A worker cannot connect to the driver (%s). If the host of the "
                 "worker fails, raysgd notices it only when Ray does, after up to a minute.",

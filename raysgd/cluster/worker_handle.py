@@ -108,8 +108,8 @@ class ActorHandle(WorkerHandle):
         if monitor is not None and (watch := monitor.watch(location.node_ip, self._fail_calls)):
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.interrupts_calls)
-            answer = self.submit_control(Worker.watch_driver, *arguments)
-            answer.add_done_callback(monitor.warn_if_unwatched)
+            future = self.submit_control(Worker.watch_driver, *arguments)
+            future.add_done_callback(monitor.warn_if_unwatched)
 
     def _fail_calls(self, error: HostError) -> None:
         """Fail all current and later calls."""
@@ -121,12 +121,12 @@ class ActorHandle(WorkerHandle):
     def submit_work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         self._check_callable()
         sent = [each.store() if isinstance(each, PackedValue) else each for each in arguments]
-        answer: Future[R] = getattr(self.actor, method.__name__).remote(*sent, **named).future()
-        return answer if self.watch is None else self._fail_if_lost(answer)
+        future: Future[R] = getattr(self.actor, method.__name__).remote(*sent, **named).future()
+        return future if self.watch is None else self._fail_if_lost(future)
 
     submit_control = submit_work  # the actor's method defines the concurrency group
 
-    def _fail_if_lost(self, answer: Future[Any]) -> Future[Any]:
+    def _fail_if_lost(self, future: Future[Any]) -> Future[Any]:
         """Return a future of the same answer, which fails if the host is lost.
 
         A lock could deadlock with a garbage collection.
@@ -136,15 +136,15 @@ class ActorHandle(WorkerHandle):
         if self._host_error is not None:
             self._fail_calls(self._host_error)
 
-        def pass_on(answer: Future[Any]) -> None:
+        def pass_on(future: Future[Any]) -> None:
             if self._unanswered.pop(waiting, waiting) is waiting:
                 return  # the host was lost before
-            if (error := answer.exception()) is not None:
+            if (error := future.exception()) is not None:
                 waiting.set_exception(error)
             else:
-                waiting.set_result(answer.result())
+                waiting.set_result(future.result())
 
-        answer.add_done_callback(pass_on)
+        future.add_done_callback(pass_on)
         return waiting
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:

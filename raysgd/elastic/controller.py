@@ -324,8 +324,8 @@ class Controller:
 
     def ask_step(self) -> int:
         """Return the newest step of the workers that answer; -1 if none does."""
-        answers = self._rpc.ask_progress().values()
-        return max((each.position.global_step for each in answers), default=-1)
+        progress = self._rpc.ask_progress().values()
+        return max((each.position.global_step for each in progress), default=-1)
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         self._check_open()

@@ -76,14 +76,14 @@ class GroupFormer:
         if lost := self._await_unreturned():
             return AttemptResult(lost=self._discard_lost(lost))
         joining, leaving = self._starter.membership_changes()
-        answers, lost = self._rpc.probe_or_kill([*self._group.members, *joining])
+        progress, lost = self._rpc.probe_or_kill([*self._group.members, *joining])
         if lost:
             return AttemptResult(lost=self._discard_lost(lost))
-        self._share_balancer.observe(answers)
-        of_members = {member: answers[member] for member in self._group.members}
+        self._share_balancer.observe(progress)
+        of_members = {member: progress[member] for member in self._group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
-        self._record.set_progress(answers[leader])
-        if self._lacks_good_state(answers[leader]):
+        self._record.set_progress(progress[leader])
+        if self._lacks_good_state(progress[leader]):
             return self._give_up_state("a failed step has changed the parameters of all workers")
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
@@ -265,8 +265,8 @@ class GroupFormer:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
         with offering(packed, [member.location.node_ip for member in members]) as offer:
-            answers = {member: member.submit_work(Worker.handle, offer) for member in members}
-            attempt = self._await_phase(answers, "load")
+            futures = {member: member.submit_work(Worker.handle, offer) for member in members}
+            attempt = self._await_phase(futures, "load")
         yield attempt
 
     def _handle_failed_start(self, attempt: Attempt, members: Sequence[WorkerHandle]) -> None:
@@ -310,22 +310,22 @@ class GroupFormer:
         rendezvous = self._backend and self._backend.prepare([m.location.node_ip for m in members])
         if leader is None:
             self._starter.record_set_up(contexts)
-            answers = {m: m.submit_work(Worker.set_up, c, rendezvous) for m, c in contexts.items()}
-            attempt = self._await_phase(answers, "set up")
+            futures = {m: m.submit_work(Worker.set_up, c, rendezvous) for m, c in contexts.items()}
+            attempt = self._await_phase(futures, "set up")
         else:
-            answers = {
+            futures = {
                 m: m.submit_work(Worker.rejoin, c, rendezvous, leader) for m, c in contexts.items()
             }
-            attempt = self._await_phase(answers, "join a new generation")
+            attempt = self._await_phase(futures, "join a new generation")
         if not attempt.has_failed:
             self._num_failed_rejoins = 0
             if self._backend is not None:
                 self._backend.release_rendezvous()
         return attempt
 
-    def _await_phase(self, answers: Mapping[WorkerHandle, Future[Outcome]], task: str) -> Attempt:
+    def _await_phase(self, futures: Mapping[WorkerHandle, Future[Outcome]], task: str) -> Attempt:
         """Wait for one phase of a start or a rejoin, up to `timeout_s`."""
-        attempt, timeout_s = Attempt(answers, self._group.clock), self._rpc.timeout_s
+        attempt, timeout_s = Attempt(futures, self._group.clock), self._rpc.timeout_s
         now = self._group.clock.monotonic
         deadline, log_at = now() + timeout_s, now() + _LOG_WAIT_EVERY_S
         is_late = False

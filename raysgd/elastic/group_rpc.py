@@ -186,17 +186,17 @@ class GroupRpc:
         idle = [member for member in self._group.members if member not in unreturned]
         self._call_control(idle, Worker.interrupt, self._record.generation)
         packed = pack_as(request.name, request)
-        answers = {member: member.submit_work(Worker.handle, packed) for member in idle}
-        self._group.clock.wait(answers.values(), ANSWER_S)
-        self._unfinished |= answers  # the next call detects lost workers among them
+        futures = {member: member.submit_work(Worker.handle, packed) for member in idle}
+        self._group.clock.wait(futures.values(), ANSWER_S)
+        self._unfinished |= futures  # the next call detects lost workers among them
 
     def _call_control(
         self, members: Iterable[WorkerHandle], method: Any, *arguments: Any
     ) -> dict[WorkerHandle, Any]:
         """Call a control method of workers. Return the answers of those that answer soon."""
-        answers = {member: member.submit_control(method, *arguments) for member in members}
-        self._group.clock.wait(answers.values(), ANSWER_S)
-        return results_of(answers)
+        futures = {member: member.submit_control(method, *arguments) for member in members}
+        self._group.clock.wait(futures.values(), ANSWER_S)
+        return results_of(futures)
 
     def send_to_idle(
         self,
@@ -210,9 +210,9 @@ class GroupRpc:
         Log the other outcomes. Later requests detect lost workers.
         """
         packed, method = pack(request), Worker.handle
-        answers = {m: m.submit_work(method, packed, inbox and inbox.expect()) for m in members}
-        self._group.clock.wait(answers.values(), timeout_s)
-        outcomes: dict[WorkerHandle, Outcome] = results_of(answers)
+        futures = {m: m.submit_work(method, packed, inbox and inbox.expect()) for m in members}
+        self._group.clock.wait(futures.values(), timeout_s)
+        outcomes: dict[WorkerHandle, Outcome] = results_of(futures)
         for member in [each for each, outcome in outcomes.items() if outcome.kind != "ok"]:
             where, error = list_ranks(self._record.ranks, [member]), outcomes.pop(member).unpack()
             logger.warning("%s failed on worker %s: %r", request.name, where, error)
@@ -251,32 +251,32 @@ class GroupRpc:
         A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`. A stopped
         process may take `_STOPPED_S`.
         """
-        answers = {member: member.submit_control(Worker.progress) for member in members}
+        futures = {member: member.submit_control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
         began = checked_at = self._group.clock.monotonic()
         while True:
-            self._group.clock.wait(answers.values(), POLL_S)
+            self._group.clock.wait(futures.values(), POLL_S)
             now = self._group.clock.monotonic()
             if self._group.is_cut_off():
                 began = checked_at = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
-            unavailable = [m for m, error in _errors_of(answers).items() if m.may_be_alive(error)]
+            unavailable = [m for m, error in _errors_of(futures).items() if m.may_be_alive(error)]
             if now - began >= _STOPPED_S:
                 unavailable = []
-            silent = [member for member, answer in answers.items() if not answer.done()]
+            silent = [member for member, future in futures.items() if not future.done()]
             if not (unavailable or silent):
                 break
             if now - checked_at >= _STOPPED_S:
                 checked_at = now
                 lost |= self._find_unresponsive(silent, now - began)
-                answers = {m: answer for m, answer in answers.items() if m not in lost}
+                futures = {m: future for m, future in futures.items() if m not in lost}
             if unavailable:
                 self._group.clock.sleep(_ASK_AGAIN_S)
-            answers |= {member: member.submit_control(Worker.progress) for member in unavailable}
+            futures |= {member: member.submit_control(Worker.progress) for member in unavailable}
             self.check_open()
         for member in lost:  # the process may still exist
             member.kill_process()
-        return results_of(answers), lost | _errors_of(answers)
+        return results_of(futures), lost | _errors_of(futures)
 
     def _find_unresponsive(
         self, silent: Sequence[WorkerHandle], waited_s: float
@@ -291,10 +291,10 @@ class GroupRpc:
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))
 
 
-def _errors_of(answers: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, BaseException]:
-    return {m: error for m, f in answers.items() if f.done() and (error := f.exception())}
+def _errors_of(futures: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, BaseException]:
+    return {m: error for m, f in futures.items() if f.done() and (error := f.exception())}
 
 
-def results_of(answers: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
+def results_of(futures: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
     """Return the results of the calls that have succeeded."""
-    return {m: f.result() for m, f in answers.items() if f.done() and f.exception() is None}
+    return {m: f.result() for m, f in futures.items() if f.done() and f.exception() is None}

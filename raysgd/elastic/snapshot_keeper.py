@@ -33,7 +33,7 @@ class _IncomingSnapshot(NamedTuple):
 
     step: int
     inbox: Inbox
-    answers: list[Future[Any]]
+    futures: list[Future[Any]]
 
 
 class SnapshotKeeper:
@@ -96,7 +96,7 @@ class SnapshotKeeper:
         self._incoming = _IncomingSnapshot(step, inbox, [])
         for member, each in progress.items():
             arguments = only, each.snapshot.num_changes, inbox.expect()
-            self._incoming.answers.append(member.submit_control(Worker.send_snapshot, *arguments))
+            self._incoming.futures.append(member.submit_control(Worker.send_snapshot, *arguments))
 
     def _cancel_incoming(self) -> None:
         if self._incoming is not None:
@@ -106,19 +106,19 @@ class SnapshotKeeper:
     def await_changed_snapshot(self) -> None:
         """Wait for a snapshot of what the call has changed, because no restart repeats the call."""
         if self._num_changes != self._num_changes_at_end and self._incoming is not None:
-            self._group.clock.wait(self._incoming.answers, _CHANGED_SNAPSHOT_S)
+            self._group.clock.wait(self._incoming.futures, _CHANGED_SNAPSHOT_S)
         self._num_changes_at_end = self._num_changes
 
     def rescue(self, rpc: GroupRpc) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
-        answers = rpc.ask_progress()
-        sets = [each for each in state_senders(answers) if any(m.is_remote for m in each)]
-        for members in sorted(sets, key=lambda each: -answers[each[0]].position.global_step):
+        progress = rpc.ask_progress()
+        sets = [each for each in state_senders(progress) if any(m.is_remote for m in each)]
+        for members in sorted(sets, key=lambda each: -progress[each[0]].position.global_step):
             shards = self._rescue(rpc, members)
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
-                self.replace_with(*shards, step=answers[members[0]].position.global_step)
-                return answers[members[0]]
+                self.replace_with(*shards, step=progress[members[0]].position.global_step)
+                return progress[members[0]]
         return None
 
     def _rescue(self, rpc: GroupRpc, members: Sequence[WorkerHandle]) -> list[ReadState]:
@@ -145,11 +145,11 @@ class SnapshotKeeper:
 
     def receive(self) -> bool:
         """Store a snapshot that has arrived. Return whether there is a state to load."""
-        if self._incoming is not None and all(a.done() for a in self._incoming.answers):
-            (step, inbox, answers), self._incoming = self._incoming, None
+        if self._incoming is not None and all(a.done() for a in self._incoming.futures):
+            (step, inbox, futures), self._incoming = self._incoming, None
             try:
                 with inbox:
-                    shards = [inbox.resolve(answer.result()) for answer in answers]
+                    shards = [inbox.resolve(future.result()) for future in futures]
             except StorageError as error:
                 self._step = step  # the workers have released it
                 self._warn_of_disk(error)

@@ -93,12 +93,12 @@ class HealthMonitor:
         waited_s = now - self._progressed_at
         if waited_s >= _STANDSTILL_S:
             self._progressed_at = math.inf
-            answers = {m: m.submit_control(Worker.stacks) for m in self.attempt.pending}
-            self.clock.wait(answers.values(), _STACKS_S)
-            received, none = results_of(answers), "no answer: the process is stopped or gone"
+            futures = {m: m.submit_control(Worker.stacks) for m in self.attempt.pending}
+            self.clock.wait(futures.values(), _STACKS_S)
+            received, none = results_of(futures), "no answer: the process is stopped or gone"
             stacks = [
                 f"Worker {self.ranks[member]} on {member.name}:\n{received.get(member, none)}"
-                for member in answers
+                for member in futures
             ]
             logger.warning("No batch finished for %.0f s. %s", waited_s, "\n".join(stacks))
 
@@ -204,8 +204,8 @@ class Supervisor:
             packed, inbox = self._pack_request(call, members, stack)
             execution.attempt = attempt = Attempt({}, self._group.clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
-                answer = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
-                attempt.add(member, answer)
+                future = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
+                attempt.add(member, future)
             polled = self._watch(call, attempt)
             if attempt.has_failed:
                 self._rpc.interrupt_failed(attempt)

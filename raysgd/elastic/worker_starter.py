@@ -98,17 +98,17 @@ class PendingWorker:
         context = self.context = replace(self.context, generation=self.starter.record.generation)
         return handle.submit_work(Worker.set_up, context, None)
 
-    def _await_outcome(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
-        yield from self._wait_for(answer, phase, self.starter.timeout_s)
-        outcome = answer.result()
+    def _await_outcome(self, future: Future[Outcome], phase: Phase) -> Iterator[None]:
+        yield from self._wait_for(future, phase, self.starter.timeout_s)
+        outcome = future.result()
         if outcome.kind != "ok":
             self.error = outcome.exception()  # a generator cannot raise StopIteration
             yield
 
-    def _wait_for(self, answer: Future[Any], phase: Phase, timeout_s: float) -> Iterator[None]:
+    def _wait_for(self, future: Future[Any], phase: Phase, timeout_s: float) -> Iterator[None]:
         self.phase = phase
         deadline = self.group.clock.monotonic() + timeout_s
-        while not answer.done():
+        while not future.done():
             if self.group.clock.monotonic() > deadline:
                 advice = START_ADVICE if phase == "come up" else "To wait longer, raise timeout_s."
                 raise WorkerTimeoutError(
