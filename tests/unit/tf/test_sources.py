@@ -98,7 +98,7 @@ def test_results_for_parts_of_uneven_batches_keep_their_order():
     for rank in range(2):
         place = {"training": False, "world_size": 2, "rank": rank, "splits_batches": True}
         source = DatasetSource(tf.data.Dataset.from_tensor_slices(rows), **place)
-        found += [(r.turn, rank, x) for r in source.read(0, 0) for x in r.content.numpy()]
+        found += [(r.group_step, rank, x) for r in source.read(0, 0) for x in r.content.numpy()]
     assert [x for _, _, x in sorted(found)] == [*range(9)]
 
 
