@@ -26,8 +26,8 @@ class UpdateFeature:
     ===================  =======================================================================
     an update            `begin_update`, `begin_micro_batch`, `filter_loss` for each loss,
                          `before_optimizer_step`, `before_commit`, and `commit`; or `roll_back`
-    a call of ``train``  `check_parameters`, `begin_call`, updates with `step_metrics` if they log,
-                         `end_epoch`, `check_parameters`, `end_call`, and `sync_buffers`
+    a call of ``train``  `check_parameters`, `begin_call`, updates, `end_epoch`, `check_parameters`,
+                         `end_call`, and `sync_buffers`
     a generation         `sync_initial_state` in the first, else `begin_generation` and `receive`
     a state              `before_export`, `state_dict`; `check_state`, `load_state_dict`
     ===================  =======================================================================
@@ -72,10 +72,6 @@ class UpdateFeature:
 
     def begin_call(self, logs_steps: bool) -> None:
         """Prepare for a call of ``train``, which may log metrics of single steps."""
-
-    def step_metrics(self) -> Mapping[str, float]:
-        """Return additional metrics of the newest step."""
-        return {}
 
     def check_parameters(self) -> None:
         """Raise an error if user code trains parameters that the workers do not keep equal."""

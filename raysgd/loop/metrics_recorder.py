@@ -92,9 +92,7 @@ class MetricsRecorder:
         train_state = self._train_state
         metrics: Any = None
         if results := self._segment_metrics(is_leaving, since=self.call.last_log_step):
-            metrics = merge_segments(results) | train_state.learning_rates()
-            for feature in train_state.features:
-                metrics |= feature.step_metrics()
+            metrics = merge_segments(results) | train_state.optimizer_metrics()
             if not train_state.context.in_driver:
                 metrics = pack(metrics)
         elif is_leaving:

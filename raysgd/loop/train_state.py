@@ -109,6 +109,7 @@ class TrainState(ABC):
         self.meters: AverageMeterCollection | None = None
         """Metrics of the epoch or the validation in progress. None in loops of user code."""
         self.bad_steps: list[BadStep] = []  # updates that were not applied, oldest first
+        self.gradient_norms: dict[int, Any] = {}  # of the newest update, by ID of the optimizer
         self.models: list[Any] = []  # that are registered, like the next
         self.optimizers: list[Any] = []
         self.update = Update(settings.options.layout.has_logical_workers)
@@ -222,6 +223,15 @@ class TrainState(ABC):
                 rate = group["lr"].numpy() if hasattr(group["lr"], "assign") else group["lr"]
                 rates[name if len(groups) == 1 else f"{name}/group{index}"] = float(rate)
         return rates
+
+    def optimizer_metrics(self) -> dict[str, float]:
+        """Return the metrics of the optimizers for a logged step."""
+        metrics = self.learning_rates()
+        for number, optimizer in enumerate(self.optimizers):
+            if (norm := self.gradient_norms.get(id(optimizer))) is not None:
+                name = "grad_norm" if len(self.optimizers) == 1 else f"grad_norm-{number}"
+                metrics[name] = float(norm)
+        return metrics
 
     def end_epoch(self) -> None:
         self.position.epoch, self.position.offset = self.position.epoch + 1, 0

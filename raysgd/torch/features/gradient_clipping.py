@@ -22,27 +22,18 @@ class GradientClipping(UpdateFeature):
             self.why_optimizer_step = f"max_grad_norm={max_norm}"
         self._train_state, self._max_norm = train_state, max_norm
         self._is_logged = False
-        self._norms: dict[int, torch.Tensor] = {}
 
     def begin_call(self, logs_steps: bool) -> None:
         self._is_logged = logs_steps
 
     def begin_update(self, update: Update) -> None:
-        self._norms.clear()
+        self._train_state.gradient_norms = {}
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if update.bad_step is None and (self._is_logged or self._max_norm is not None):
             train_state, precision = self._train_state, self._train_state.precision
             precision.unscale(optimizer)
             tensors, norm = train_state.exchange.norm(precision.parameters(optimizer))
-            self._norms[id(optimizer)] = norm
+            train_state.gradient_norms[id(optimizer)] = norm
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(tensors, self._max_norm, norm)
-
-    def step_metrics(self) -> dict[str, float]:
-        norms = [self._norms.get(id(o)) for o in self._train_state.optimizers]
-        return {
-            "grad_norm" if len(norms) == 1 else f"grad_norm-{number}": float(norm)
-            for number, norm in enumerate(norms)
-            if norm is not None
-        }
