@@ -144,7 +144,7 @@ class Dispatcher:
         self.check_open(changes_state)
         options = {"max_failures": _MAX_FAILURES, **options}
         call = Call(request=request, make_replay=self._make_replay, **options)
-        return [outcome.unpack() for outcome in self.controller.run(call)]
+        return self.controller.run(call)
 
     def _make_replay(self, position: ReportedPosition) -> Call | None:
         """Return the call that repeats training up to `position`."""
@@ -190,8 +190,7 @@ class Dispatcher:
                 while is_paused:
                     on_progress = self.callback_list.notifier("train")
                     started = time.perf_counter()
-                    outcomes = self.controller.run(replace(call, on_progress=on_progress))
-                    results = [outcome.unpack() for outcome in outcomes]
+                    results = self.controller.run(replace(call, on_progress=on_progress))
                     seconds, ended = seconds + time.perf_counter() - started, time.time()
                     is_paused = isinstance(results[0], CallbackPause)
                     self.callback_list.notify_pause(at_end=not is_paused)

@@ -20,7 +20,6 @@ from raysgd._internal.runner import Request, Runner
 from raysgd._internal.tracebacks import release_callers
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import pack_as
-from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import cause_of
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic.call import Call
@@ -255,8 +254,8 @@ class Controller:
 
     # ---- calls
 
-    def run(self, call: Call) -> list[Outcome]:
-        """Run a call, or its next request, and return the outcomes."""
+    def run(self, call: Call) -> list[Any]:
+        """Run a call, or its next request, and return the answers by rank."""
         self._check_open()
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
@@ -270,7 +269,7 @@ class Controller:
                 if result.error is not None:
                     raise result.error
                 self._awaits_load = False
-                return list(result.outcomes or ())
+            return [outcome.unpack() for outcome in result.outcomes or ()]
         finally:
             result = AttemptResult()  # an error refers to this frame, which would be a cycle
             try:

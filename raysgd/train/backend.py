@@ -79,8 +79,7 @@ class _Run:
 
     def send(self, request: Request) -> list[Any]:
         """Return the answers of the workers by rank."""
-        call = replace(self.call, request=request)
-        return [outcome.unpack() for outcome in self.controller.run(call)]
+        return self.controller.run(replace(self.call, request=request))
 
     def begin(self) -> None:
         """Send the function and the data to all workers."""
@@ -343,8 +342,7 @@ class BackendExecutor:
         if self._run is not None:  # an error must not stop the other function
             return self.worker_group.execute(train_func)
         self._await_idle_workers(controller)
-        call = Call(request=ApplyRequest(function=train_func), method="run")
-        return [outcome.unpack() for outcome in controller.run(call)]
+        return controller.run(Call(request=ApplyRequest(function=train_func), method="run"))
 
     # ---- checkpoints
 

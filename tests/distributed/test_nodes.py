@@ -43,7 +43,7 @@ class Places:
 options = GroupOptions(num_workers=4, num_cpus=0.5, num_gpus=1)
 controller = Controller(ActorGroup(options), Places(), None, None, 60)
 controller.start()
-print(json.dumps([o.unpack() for o in controller.run(Call())]), flush=True)
+print(json.dumps(controller.run(Call())), flush=True)
 controller.shutdown()
 
 # two CPUs would hold three such workers, but each node has room for one

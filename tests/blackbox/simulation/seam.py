@@ -118,8 +118,7 @@ class Driver:
             has_batches=True,
             can_pause=True,
         )
-        outcomes = self.controller.run(self.call)
-        return [outcome.progress.position.global_step for outcome in outcomes]
+        return self.controller.run(self.call)
 
     def train_further(self, num_steps):
         """Train a number of steps, in a call that computes its goal itself."""
@@ -127,8 +126,7 @@ class Driver:
         dispatcher = Dispatcher(self.controller, CallbackList(self), "Trainer")
         make_request = partial(dispatcher._make_train_request, request, num_steps)
         call = Call(request=request, make_request=make_request, has_batches=True, can_pause=True)
-        outcomes = self.controller.run(call)
-        return [outcome.progress.position.global_step for outcome in outcomes]
+        return self.controller.run(call)
 
     @property
     def workers(self):

@@ -24,8 +24,7 @@ def train(controller, step, **options):
         leaving_metrics_request=LeavingMetricsRequest(call_number=0),
         **options,
     )
-    outcomes = controller.run(call)
-    assert [outcome.progress.position.global_step for outcome in outcomes] == [step] * len(outcomes)
+    assert set(controller.run(call)) == {step}
     return call
 
 

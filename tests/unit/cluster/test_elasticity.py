@@ -38,10 +38,6 @@ def two_of_three(world):
     return world.drive(3, resize_cooldown_s=0.0).controller
 
 
-def steps_of(outcomes):
-    return [outcome.progress.position.global_step for outcome in outcomes]
-
-
 def every_new(world, **values):
     """Set attributes of all workers that start from now on."""
 
@@ -62,7 +58,7 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
     member.submit_control = lambda method, *given: (
         asked.append(method.__name__) or control(method, *given)
     )
-    assert steps_of(run_until(controller, 2000, max_failures=1)) == [2000] * 2
+    assert run_until(controller, 2000, max_failures=1) == [2000] * 2
     assert asked.count("progress") < 1.5 * 2000 * 0.05
 
 
@@ -93,7 +89,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     world.at_step(20, lambda: world.lose(1))
     with caplog.at_level(logging.INFO):
         outcomes = run_until(controller, 100, max_failures=1)
-    assert steps_of(outcomes) == [100] * 3
+    assert outcomes == [100] * 3
     assert kinds(controller) == ["started", "lost", "resumed", "grown"]
     assert set(survivors) < set(controller.members)
     assert [member.num_joins for member in controller.members if member not in survivors] == [1]
@@ -143,14 +139,14 @@ def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world, 
         world.sleep(1.0)
     assert all(member.interruptions == 0 for member in world.workers)
     assert len(two_of_three.members) == 3
-    assert steps_of(run_until(two_of_three, 9)) == [9] * 3
+    assert run_until(two_of_three, 9) == [9] * 3
 
 
 def test_a_straggler_that_does_not_come_back_is_lost_too(world, caplog):
     controller = world.drive(3).controller
     controller.members[2].deaf = True
     world.at_step(20, lambda: world.lose(1))
-    assert steps_of(run_until(controller, 100, max_failures=2)) == [100] * 3
+    assert run_until(controller, 100, max_failures=2) == [100] * 3
     causes = [event.cause for event in controller.events if event.kind == "lost"]
     assert len(causes) == 2
     assert "still busy 60 s after" in causes[1]
@@ -192,7 +188,7 @@ def test_replacement_that_raises_is_retried_later(world, failing):
     every_new(world, **{failing: StopIteration("no such file")})
     world.room = 3
     world.plan(4.0, world.on_new_worker.clear)
-    assert steps_of(run_until(controller, 400, max_failures=0)) == [400] * 3
+    assert run_until(controller, 400, max_failures=0) == [400] * 3
     failed = [event for event in controller.events if event.kind == "newcomer_failed"]
     assert {event.cause for event in failed} == {"no such file"}
     assert run.call.history.num_failures == 0
@@ -205,7 +201,7 @@ def test_death_during_a_join_counts_only_for_members_and_replacements_join_later
 ):
     world.room = 3
     world.on_meeting.append(lambda: world.workers[rank].die("OOM while joining"))
-    assert steps_of(run_until(two_of_three, 400, max_failures=num_failures)) == [400] * 3
+    assert run_until(two_of_three, 400, max_failures=num_failures) == [400] * 3
     assert world.workers[rank] not in two_of_three.members
     assert run.call.history.num_failures == num_failures
     assert kinds(two_of_three).count("newcomer_failed") == 1 - num_failures
@@ -216,7 +212,7 @@ def test_a_stopped_worker_is_lost_before_the_next_generation_forms(world):
     controller = world.drive(3, grow=False).controller
     stopped = controller.members[2]
     world.at_step(20, lambda: (setattr(stopped, "silent", True), world.lose(1)))
-    assert steps_of(run_until(controller, 100, max_failures=2)) == [100]
+    assert run_until(controller, 100, max_failures=2) == [100]
     assert controller.events[-2].cause == "its process is stopped: no answer within 10 s"
 
 
@@ -231,7 +227,7 @@ def test_a_worker_that_holds_the_gil_while_a_generation_forms_is_not_lost(world,
     if when == "while":
         world.on_meeting.append(lambda: busy.hold_gil(80.0))
     began = world.now
-    assert steps_of(run_until(controller, 100, max_failures=1)) == [100] * 2
+    assert run_until(controller, 100, max_failures=1) == [100] * 2
     assert world.now - began > 80
     assert kinds(controller).count("lost") == 1
 
@@ -240,7 +236,7 @@ def test_a_worker_that_answers_nothing_within_timeout_s_is_lost(world):
     controller = world.drive(3, grow=False, timeout_s=30.0).controller
     break_with_an_error(world, controller)
     controller.members[2].hold_gil(1000.0)
-    assert steps_of(run_until(controller, 100, max_failures=1)) == [100] * 2
+    assert run_until(controller, 100, max_failures=1) == [100] * 2
     assert controller.events[-2].cause == "no answer within 31 s (timeout_s)"
 
 
@@ -251,7 +247,7 @@ def test_a_worker_that_dies_is_lost_while_another_holds_the_gil(world):
     world.on_meeting.append(
         lambda: (busy.hold_gil(80.0), world.plan(1.0, lambda: doomed.die("OOM")))
     )
-    assert steps_of(run_until(controller, 100, max_failures=2)) == [100]
+    assert run_until(controller, 100, max_failures=2) == [100]
     assert kinds(controller).count("lost") == 2
     assert controller.members == [busy]
 
@@ -294,7 +290,7 @@ def test_a_pause_that_a_worker_misses_discards_the_step(world, two_of_three, mon
     monkeypatch.setattr(first, "submit_control", miss_one)
     world.at_step(2, lambda: setattr(world, "room", 3))
     with pytest.raises(BadBatchError) if error else contextlib.nullcontext():
-        assert steps_of(run_until(two_of_three, 400)) == [400] * 3
+        assert run_until(two_of_three, 400) == [400] * 3
         assert kinds(two_of_three) == ["started", "grown"]
     assert missed
 
@@ -368,7 +364,7 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     controller = world.drive(3).controller
     world.at_step(25, lambda: lose_all(world))
     outcomes = run_until(controller, 60, max_failures=1)
-    assert steps_of(outcomes) == [60] * 3
+    assert outcomes == [60] * 3
     assert kinds(controller) == ["started", "lost", "lost", "lost", "restarted"]
     assert controller.events[-1].step in (10, 20)  # of a snapshot that the driver has fetched
     lost = [event.step for event in controller.events if event.kind == "lost"]
@@ -430,13 +426,13 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
     world.kept_by_driver = 0  # new workers do not load the snapshot
     run(controller, "load", state={"global_step": 7}, max_failures=1)
     assert controller.record.position.global_step == 7
-    assert steps_of(run_until(controller, 30)) == [30] * 3
+    assert run_until(controller, 30) == [30] * 3
 
 
 def test_a_call_reads_the_snapshot_only_if_all_workers_are_lost(world):
     controller = world.drive(3, snapshot_every=None).controller
     controller.snapshots.replace_with(read_damaged_file)  # reading a large file takes long
-    assert steps_of(run_until(controller, 5)) == [5] * 3
+    assert run_until(controller, 5) == [5] * 3
 
 
 def test_after_a_failed_load_all_restart_from_the_snapshot(world):
@@ -449,7 +445,7 @@ def test_after_a_failed_load_all_restart_from_the_snapshot(world):
         run(controller, "load", state=bad, max_failures=1)
     assert controller.record.position.global_step == 25
     world.kept_by_driver = kept
-    assert steps_of(run_until(controller, 30)) == [30] * 3
+    assert run_until(controller, 30) == [30] * 3
     assert controller.events[-1].step == kept > 0
 
 
@@ -459,7 +455,7 @@ def test_lost_shards_need_no_snapshot_if_a_state_is_loaded(world):
     run_until(controller, 25)
     lose_shares(world, controller)
     run(controller, "load", state={"global_step": 7}, max_failures=1)
-    assert steps_of(run_until(controller, 30)) == [30] * 3
+    assert run_until(controller, 30) == [30] * 3
 
 
 def lose_shares(world, controller):
@@ -473,7 +469,7 @@ def test_all_restart_from_the_snapshot_if_shards_are_lost(world, caplog):
     controller = world.drive(3).controller
     before = list(controller.members)
     world.at_step(25, lambda: lose_shares(world, controller))
-    assert steps_of(run_until(controller, 60, max_failures=1)) == [60] * len(controller.members)
+    assert run_until(controller, 60, max_failures=1) == [60] * len(controller.members)
     assert not set(before) & set(controller.members)
     assert kinds(controller)[:3] == ["started", "lost", "restarted"]
     assert "without one: all copies of some shards" in caplog.text
@@ -497,7 +493,7 @@ def test_a_restart_waits_for_room_longer_each_time(world):
         world.plan(12.0, lambda: setattr(world, "room", 2))
 
     world.at_step(15, lose_room)
-    assert steps_of(run_until(controller, 60, max_failures=1)) == [60] * 2
+    assert run_until(controller, 60, max_failures=1) == [60] * 2
     waits = [event.seconds for event in controller.events if event.kind == "waiting"]
     assert waits == [1, 2, 4, 8]
     assert kinds(controller)[-1] == "restarted"
@@ -513,7 +509,7 @@ def test_a_restart_without_room_fails_and_keeps_the_state(world):
     assert kinds(controller).count("waiting") == 3
     assert controller.snapshots.load() == {"global_step": 10}
     world.room = 3
-    assert steps_of(run_until(controller, 60, max_failures=1)) == [60] * 3
+    assert run_until(controller, 60, max_failures=1) == [60] * 3
 
 
 def test_loss_at_the_begin_of_a_restart_replaces_one_worker(world):
@@ -521,7 +517,7 @@ def test_loss_at_the_begin_of_a_restart_replaces_one_worker(world):
     run_until(controller, 15)
     lose_all(world)
     world.on_meeting.append(lambda: world.workers[4].die("again"))
-    assert steps_of(run_until(controller, 60, max_failures=1)) == [60] * 3
+    assert run_until(controller, 60, max_failures=1) == [60] * 3
     assert kinds(controller)[-2:] == ["newcomer_failed", "restarted"]
     assert {world.workers[3], world.workers[5]} < set(controller.members)  # they stay members
 
@@ -534,7 +530,7 @@ def test_error_in_setup_during_a_restart_reaches_the_caller(world):
     with pytest.raises(ValueError, match="the data is not there"):
         run_until(controller, 60, max_failures=1)
     world.on_new_worker.clear()
-    assert steps_of(run_until(controller, 60, max_failures=1)) == [60] * 3
+    assert run_until(controller, 60, max_failures=1) == [60] * 3
     assert all(member.is_set_up for member in controller.members)
 
 
@@ -544,7 +540,7 @@ def test_error_in_setup_during_a_restart_reaches_the_caller(world):
 def test_too_few_workers_wait_for_replacements(world):
     controller = world.drive(3, min_workers=3).controller
     world.at_step(20, lambda: world.lose(1))
-    assert steps_of(run_until(controller, 100, max_failures=1)) == [100] * 3
+    assert run_until(controller, 100, max_failures=1) == [100] * 3
     assert kinds(controller) == ["started", "lost", "grown"]  # no "waiting", because there is room
     assert all(m.context.world_size == 3 for m in controller.members)
 
@@ -583,7 +579,7 @@ def test_a_later_call_retries_replacements_that_failed(world, failing, error, nu
     assert kinds(controller).count("newcomer_failed") == num_tries
     assert f"replacements fail: {error}. Waiting 0.5 s for workers." in caplog.text
     every_new(world, **{failing: None})
-    assert steps_of(run_until(controller, 100, max_failures=1)) == [100] * 3
+    assert run_until(controller, 100, max_failures=1) == [100] * 3
 
 
 # ---- groups that cannot be joined
@@ -603,7 +599,7 @@ def test_group_that_cannot_be_joined_grows_by_a_restart(world):
     assert controller.grow()
     assert (len(controller.members), started) == (3, [2, 3])
     assert kinds(controller) == ["started", "grown"]
-    assert steps_of(run_until(controller, 9)) == [9] * 3
+    assert run_until(controller, 9) == [9] * 3
     assert not controller.grow()
 
 
@@ -612,7 +608,7 @@ def test_stopped_work_makes_the_next_call_form_a_new_generation(world):
     controller.stop(request_of("work"))
     assert [member.interruptions for member in controller.members] == [1, 1]
     assert controller.state == "broken"
-    assert steps_of(run_until(controller, 5)) == [5, 5]
+    assert run_until(controller, 5) == [5, 5]
     assert kinds(controller) == ["started", "resumed"]
 
 
@@ -623,7 +619,7 @@ def test_worker_that_does_not_stop_is_replaced(world):
     before = world.now
     controller.stop(request_of("work"))
     assert world.now - before < 1.0
-    assert steps_of(run_until(controller, 5)) == [5, 5]
+    assert run_until(controller, 5) == [5, 5]
     assert world.now - before < 10.0
     assert slow.dead
     assert kinds(controller) == ["started", "lost", "restarted"]
@@ -651,7 +647,7 @@ def test_worker_lost_during_a_start_is_replaced_alone(slow_world, when):
     assert kinds(controller) == ["newcomer_failed", "started"]
     assert set(controller.members) == {world.workers[n] for n in (0, 2, 3)}
     assert [member.num_joins for member in controller.members] == [1] * 3
-    assert steps_of(run_until(controller, 20)) == [20] * 3
+    assert run_until(controller, 20) == [20] * 3
 
 
 def test_a_long_setup_is_logged(world, caplog):
@@ -666,7 +662,7 @@ def test_replacements_form_the_group_if_the_last_member_is_lost(slow_world):
     every_new(world, start_s=3.0)
     world.at_step(25, lambda: (world.lose(1), world.lose(2)))
     world.at_step(75, lambda: lose_all(world))
-    assert steps_of(run_until(controller, 200, max_failures=2)) == [200] * 3
+    assert run_until(controller, 200, max_failures=2) == [200] * 3
     restarted = next(e for e in controller.events if e.kind == "restarted")
     assert restarted.step in (60, 70)  # from the snapshot, not from scratch
     assert restarted.seconds < 2.0

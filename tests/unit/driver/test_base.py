@@ -16,6 +16,7 @@ from raysgd._internal.progress import Measurements, Progress
 from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.checkpoint.file import CheckpointFile
+from raysgd.cluster.worker import Outcome
 from raysgd.errors import CheckpointError
 from tests.operators import Classifier, make_model
 from tests.unit.elastic.test_log_points import part
@@ -67,8 +68,9 @@ def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch):
     run = trainer._dispatcher.controller.run
 
     def leave(call):
-        call.history.leaving_outcomes += run(call)
-        return call.history.leaving_outcomes
+        answers = run(call)
+        call.history.leaving_outcomes += [Outcome("ok", each, Progress()) for each in answers]
+        return answers
 
     monkeypatch.setattr(trainer._dispatcher.controller, "run", leave)
     assert trainer.train()["num_samples"] == 80

@@ -9,7 +9,7 @@ import pytest
 from raysgd.cluster.preemption_notices import PreemptionNotice
 from raysgd.cluster.worker import WorkerLocation
 from tests.blackbox.simulation.world import TICK_S, World
-from tests.unit.cluster.test_elasticity import every_new, kinds, lose_all, run_until, steps_of
+from tests.unit.cluster.test_elasticity import every_new, kinds, lose_all, run_until
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after
 
     world.on_new_worker.append(kill)
     world.room = 3
-    assert steps_of(run_until(controller, 400)) == [400] * 3
+    assert run_until(controller, 400) == [400] * 3
     times, errors = zip(*began, strict=True)
     long = [n for n in range(1, len(times)) if times[n] - times[n - 1] > 1.9]
     assert (long, len(times)) == ([2 * most], 2 * most + 1)
@@ -77,7 +77,7 @@ def test_replacements_start_again_after_a_new_loss_and_in_a_later_call(world, is
     world.room = 3
     world.at_step(100, lambda: (world.on_new_worker.clear(), is_lost and world.lose(1)))
     assert is_lost or len(run_until(controller, 200)) == 2
-    assert steps_of(run_until(controller, 400, max_failures=1)) == [400] * 3
+    assert run_until(controller, 400, max_failures=1) == [400] * 3
     assert kinds(controller).count("newcomer_failed") == 1
 
 
@@ -222,6 +222,6 @@ def test_a_worker_that_cannot_be_started_is_tried_again_later(world, error):
     world.room = 3
     with pytest.raises(KeyboardInterrupt) if not str(error) else contextlib.nullcontext():
         run_until(controller, 200)
-    assert steps_of(run_until(controller, 400)) == [400] * 3
+    assert run_until(controller, 400) == [400] * 3
     (failed,) = (event for event in controller.events if event.kind == "newcomer_failed")
     assert str(error) in failed.cause

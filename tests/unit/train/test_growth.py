@@ -49,7 +49,7 @@ def test_after_a_loss_between_a_checkpoint_and_its_report_growth_waits_for_the_n
     def run(call):
         if (turn := next(turns)) == "S":
             executor._prepare_workers()  # a loss before each checkpoint restarts the workers
-        return [SimpleNamespace(unpack=lambda: TURNS[turn])]
+        return [TURNS[turn]]
 
     controller = executor._workers = executor._controller = SimpleNamespace(
         check_process=lambda: None,
