@@ -234,7 +234,7 @@ class SupervisedOperator(ConfiguredOperator):
         return self.model(*features), target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each term, and 0 for terms to ignore."""
+        """Return the loss of each term (batch, ...), and 0 for terms to ignore."""
         raise NotImplementedError(f"{type(self).__name__} must override losses.")
 
     def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -268,6 +268,8 @@ class SupervisedOperator(ConfiguredOperator):
             output, target = self.predict(batch)
             losses = self.losses(to_full_precision(output), target)
             counted = self.count_for_backward(batch, len(target), default_items=losses.numel())
+            if counted.num_items is None and losses.dim() > 1:  # on all workers
+                counted = counted._replace(num_items=float(losses.numel()))
             total = losses.sum()
             count = losses.numel() if counted.num_items is None else counted.num_items
         self.backward(total / (count or 1), num_samples=counted)

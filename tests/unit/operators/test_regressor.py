@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sklearn.metrics import r2_score
+from torch.utils.data import DataLoader
 
 from raysgd.operators import Regressor
 from raysgd.testing import run_operator
@@ -36,6 +37,20 @@ def test_without_a_number_of_items_all_terms_of_a_batch_count():
     batch = torch.ones(4, 2), torch.zeros(4, 3)
     expected = operator.model(batch[0]).square().mean().item()
     assert operator.train_batch(batch, {})["train_loss"].compute() == pytest.approx(expected)
+
+
+def test_batches_weigh_by_their_numbers_of_terms():
+    batches = [(torch.ones(2, n, 1) * n, torch.ones(2, n, 1)) for n in (4, 40)]
+    model = torch.nn.Linear(1, 1)
+    features, target = (torch.cat(parts, dim=1) for parts in zip(*batches, strict=True))
+    gradients = torch.autograd.grad((model(features) - target).square().mean(), model.parameters())
+    config = {"model": model, "optimizer": "sgd", "lr": 0.1}
+    config["train_data"] = DataLoader(batches, batch_size=None)
+    steps = zip(model.parameters(), gradients, strict=True)
+    expected = [p.detach() - 0.1 * gradient for p, gradient in steps]
+    with local(Regressor, {**config, "gradient_accumulation_steps": 2}) as trainer:
+        trainer.train()
+        torch.testing.assert_close(list(trainer.get_model().parameters()), expected)
 
 
 @pytest.mark.parametrize("loss", ["mse", "l1", "huber"])
