@@ -21,10 +21,10 @@ class OperatorFeatures:
     """The features that an operator or a callback calls itself."""
 
     def __init__(self, train_state: TorchTrainState) -> None:
-        self.checks = StepChecks(train_state)  # which the next three use too
+        self.checks = StepChecks(train_state)  # which the next two use too
         self.optimization = Optimization(train_state, self.checks)
         self.schedules = Schedules(train_state, self.checks)
-        self.averaging = WeightAveraging(train_state, self.checks)
+        self.averaging = WeightAveraging(train_state)
         self.unregistered_tensors = UnregisteredTensors(train_state)
 
 

@@ -13,7 +13,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.object_states import model_problem
 from raysgd.torch.precision import to_full_precision
 from raysgd.torch.strategies import conflicts
@@ -30,8 +29,8 @@ class WeightAveraging(UpdateFeature):
     16-bit weights have 32 bits, because small changes of an average would be rounded away.
     """
 
-    def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
-        self._train_state, self._checks = train_state, checks
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state = train_state
         self.averages: list[dict[str, torch.Tensor]] | None = None
         """Averages of each model, by parameter name. None before a callback requests averages."""
         self._decay: float | None = None
@@ -91,8 +90,9 @@ class WeightAveraging(UpdateFeature):
         self._count += 1
 
     def commit(self, update: Update) -> None:
-        why_not = update.optimizer_steps.are_skipped, update.bad_step, self._checks.keeps_gradients
-        if self.averages is not None and self._decay is not None and not any(why_not):
+        steps = update.optimizer_steps
+        is_unchanged = steps.are_skipped or update.bad_step is not None or not steps.counts
+        if self.averages is not None and self._decay is not None and not is_unchanged:
             self._update_averages()
 
     def end_epoch(self, epoch: int) -> None:

@@ -29,7 +29,7 @@ class StepChecks(UpdateFeature):
         self._refuse_split = train_state.micro_batching.refuse_split
         self._watched: dict[int, TensorVersions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
-        self.keeps_gradients = False  # for the next update: train_batch accumulates them itself
+        self._keeps_gradients = False  # for the next update: train_batch accumulates them itself
         self._collective = ""  # that train_batch calls
 
     # ---- hooks of a step
@@ -52,7 +52,8 @@ class StepChecks(UpdateFeature):
         self._watched.clear()
         train_state, why = self._train_state, ""
         steps, losses = update.optimizer_steps, update.loss_weights
-        self.keeps_gradients = not steps.counts and any(map(_has_gradients, train_state.optimizers))
+        optimizers = () if steps.counts else train_state.optimizers
+        self._keeps_gradients = any(map(_has_gradients, optimizers))
         if self._collective or train_state.settings.options.elastic.shares != "even":
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
@@ -71,13 +72,13 @@ class StepChecks(UpdateFeature):
 
     def roll_back(self, update: Update) -> None:
         self._watched.clear()
-        if self.keeps_gradients:
+        if self._keeps_gradients:
             self._train_state.settings.warn_once(
                 "kept",
                 "A step failed, and the gradients that train_batch kept from earlier batches are "
                 "lost. To accumulate gradients, use register(gradient_accumulation_steps=...).",
             )
-            self.keeps_gradients = False
+            self._keeps_gradients = False
 
     # ---- within a micro-batch
 

@@ -135,15 +135,18 @@ def test_averages_of_shared_16_bit_and_integer_parameters():
     shared.table = torch.nn.Parameter(torch.arange(2), requires_grad=False)
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
     state = SimpleNamespace(models=models, optimizers=[], has_all_parameters=True)
-    averages = WeightAveraging(state, SimpleNamespace(keeps_gradients=False))
+    averages = WeightAveraging(state)
     starts = [averages.start(0.999, epoch) or averages.user_settings() for epoch in (2, 1)]
     assert starts[0] != starts[1]  # so that a restart does not undo the change
-    averages.commit(Update())
+    update = Update()
+    update.optimizer_steps.counts[0] = 1
+    averages.commit(update)
     average = shared.weight.detach().float() + 0.001
     shared.weight.data += 1
     before = shared.weight.detach().clone()
     averages.load_state_dict(averages.state_dict())
-    averages.commit(Update())
+    averages.commit(update)
+    averages.commit(Update())  # without a step, nothing changes
     kept = averages.averages[1]["0.weight"]
     torch.testing.assert_close(kept, average, rtol=0, atol=1e-4)
     with averages.evaluating():
