@@ -50,8 +50,9 @@ class GAN(ConfiguredOperator):
     Metrics have the prefixes ``train_`` and ``val_``. ``discriminator_loss`` and ``generator_loss``
     are in nats. ``real_score`` and ``fake_score`` are the means of D(x) and D(G(z)). In validation,
     ``val_discriminator_accuracy`` is the fraction of real and generated samples that D classifies
-    correctly (0.5 by guessing). Each validation uses the same noise. :class:`WithMetrics` updates
-    its metrics with (generated samples, real samples).
+    correctly (0.5 by guessing). Each validation on the same number
+    of workers uses the same noise. :class:`WithMetrics` updates its metrics with (generated
+    samples, real samples).
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {
