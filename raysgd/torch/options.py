@@ -126,7 +126,7 @@ class TorchOptions(Options):
             )
         dtypes = (None, torch.float16, torch.bfloat16)
         check_choice(self.trainer_name, "amp_dtype", self.amp_dtype, dtypes)
-        if self.amp_dtype is not None and self.use_fp16 is not True:
+        if self.amp_dtype is not None and not PRECISIONS[self.use_fp16].takes_dtype:
             raise ValueError(
                 f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
                 "is for native AMP. Also pass use_fp16=True."

@@ -1,16 +1,12 @@
 """The supported precisions. To add one, write a file and add a line here."""
 
-from collections.abc import Callable
-
-import torch
-
 from raysgd.torch.precision.apex import ApexAmp
 from raysgd.torch.precision.base import Precision, to_full_precision
 from raysgd.torch.precision.native import NativeAmp
 
 __all__ = ["PRECISIONS", "Precision", "to_full_precision"]
 
-PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precision]] = {
+PRECISIONS: dict[bool | str, type[Precision]] = {
     False: Precision,
     True: NativeAmp,
     "apex": ApexAmp,

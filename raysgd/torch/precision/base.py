@@ -26,6 +26,8 @@ class Precision(UpdateFeature):
 
     name: ClassVar[str] = "full precision (use_fp16=False)"
     """Name in error messages."""
+    takes_dtype: ClassVar[bool] = False
+    """Whether users choose the dtype, with ``amp_dtype``."""
     scales_loss: bool = False
     """Whether the loss is scaled, so that a step can overflow and be skipped."""
 

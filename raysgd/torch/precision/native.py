@@ -25,6 +25,7 @@ class NativeAmp(Precision):
     """
 
     name: ClassVar[str] = "native AMP (use_fp16=True)"
+    takes_dtype: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__(device)

@@ -86,7 +86,10 @@ def test_custom_precision_needs_one_class_and_one_entry(monkeypatch):
             optimizer.step()
 
     monkeypatch.setitem(PRECISIONS, "twice", Doubled)
-    operator = run_operator(Classifier, use_fp16="twice")
+    with pytest.raises(ValueError, match="amp_dtype is for native AMP"):
+        run_operator(Classifier, use_fp16="twice", amp_dtype=torch.bfloat16)
+    Doubled.takes_dtype = True
+    operator = run_operator(Classifier, use_fp16="twice", amp_dtype=torch.bfloat16)
     plain = run_operator(Classifier, {"lr": 0.2})
     operator.train_batch(BATCH, {})
     plain.train_batch(BATCH, {})
