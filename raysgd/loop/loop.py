@@ -108,7 +108,7 @@ class Loop:
         for feature in train_state.features:
             feature.check_parameters()
             feature.begin_call(logs_steps=request.log_every is not None)
-        if self.recorder.call.call_number != request.call_number:
+        if train_state.call.call_number != request.call_number:
             self.recorder.begin(request.call_number)
         if request.min_splits:
             train_state.micro_batching.increase_split(request.min_splits)
@@ -127,13 +127,13 @@ class Loop:
         start, step = request.start_step, self._position.global_step
         self._next_log_step = None
         if (every := request.log_every) is not None:
-            newest = max(self.recorder.call.last_log_step, start)
+            newest = max(self.train_state.call.last_log_step, start)
             if step >= (newest // every + 1) * every:
                 self.recorder.add_log_point()
             self._next_log_step = (max(step, start) // every + 1) * every
 
     def _is_at_goal(self, request: TrainRequest) -> bool:
-        call, epochs, until = self.recorder.call, request.until_epoch, request.until_step
+        call, epochs, until = self.train_state.call, request.until_epoch, request.until_step
         has_epochs = epochs is not None and self._position.epoch >= epochs + call.extra_epochs
         has_steps = until is not None and self._position.global_step >= until
         return call.ended_early or has_epochs or has_steps
@@ -170,23 +170,22 @@ class Loop:
             self.recorder.add_segment(segment.start_step, metrics)
         if not segment.was_read:  # train_epoch has its own batches, and may have counted them
             position.global_step = max(segment.start_step, int(operator.global_step))
-        train_state.end_segment()
+        train_state.segment = None
         if position.global_step == segment.start_step and not segment.has_paused:
             self._check_empty_segment(segment, request)
-        self.recorder.call.has_paused = segment.has_paused
+        train_state.call.has_paused = segment.has_paused
         self.step_s = segment.step_s
         if segment.ends_epoch:
             segment.source.discard_unread()
             train_state.end_epoch()
 
     def _begin_segment(self, max_steps: int | None, request: TrainRequest) -> Segment:
-        train_state, call, position = self.train_state, self.recorder.call, self._position
+        train_state, call, position = self.train_state, self.train_state.call, self._position
         break_ends_epoch = position.epoch < request.start_epoch
         if position.global_step >= request.start_step:
             call.start_step, break_ends_epoch = request.start_step, request.until_epoch is not None
         elif position.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.start_step = position.global_step
-        position.call_start_step = call.start_step
         train_state.begin_segment(keeps_modes=call.has_paused)
         call.has_paused = False
         self.snapshots.take_if_due(is_collective=True)
@@ -231,7 +230,7 @@ class Loop:
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad and segment is not None:
-            self.recorder.call.ended_early = True
+            self.train_state.call.ended_early = True
             segment.pause_step = 0  # a past step, so that the next request ends the segment
 
     def _end_failed_segment(self, segment: Segment) -> None:
@@ -241,7 +240,7 @@ class Loop:
             if self.train_state.meters is not None:
                 self.recorder.add_segment(segment.start_step, self.train_state.meters.summary())
         finally:
-            self.train_state.end_segment()
+            self.train_state.segment = None
 
     def _check_empty_segment(self, segment: Segment, request: TrainRequest) -> None:
         """Raise an error for a segment without a step, warn of it, or add an epoch to the call.
@@ -249,7 +248,7 @@ class Loop:
         The loader was at its end, or ``train_epoch`` did not ask for a batch.
         """
         if segment.epoch_is_over:
-            position, call = self._position, self.recorder.call
+            position, call = self._position, self.train_state.call
             is_last = position.epoch + 1 >= (request.until_epoch or 0) + call.extra_epochs
             if position.global_step == call.start_step and is_last and request.adds_epoch:
                 call.extra_epochs += 1
@@ -266,7 +265,7 @@ class Loop:
     def leaving_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
         recorder = self.recorder
-        if recorder.call.call_number != call_number or not recorder.own_metrics:
+        if self.train_state.call.call_number != call_number or not recorder.own_metrics:
             return None
         if self._next_log_step is not None:
             recorder.add_log_point(is_leaving=True)

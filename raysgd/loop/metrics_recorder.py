@@ -1,16 +1,15 @@
-"""The newest call as a worker knows it, and the metrics that the worker records of it."""
+"""The metrics that a worker records of a call."""
 
 import contextlib
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.progress import LogPoint
 from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
 from raysgd.cluster.serialization import pack
-from raysgd.loop.train_state import TrainState
+from raysgd.loop.train_state import TrainState, WorkerCall
 from raysgd.metrics import AverageMeterCollection, merge_segments
 
 _PROFILED = {"data": DATA, "fwd": FORWARD, "grad": BACKWARD, "apply": OPTIMIZER}
@@ -19,47 +18,32 @@ _METRICS_WAIT_S = 0.02
 """Seconds to wait for metrics from a GPU before reporting earlier ones."""
 
 
-@dataclass
-class WorkerCall:
-    """What a worker knows of a call. A worker that joins the call receives it."""
-
-    call_number: int = -1
-    start_step: int = 0  # of an earlier call while its steps are replayed
-    scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
-    last_log_step: int = 0  # step of the newest point
-    has_paused: bool = False  # the newest segment paused, so models keep their train or eval modes
-    ended_early: bool = False  # before its goal, because a loss was not finite
-    extra_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
-    merged_metrics: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    """Start step and metrics of all workers, for segments that merge them. Rank 0 returns them."""
-
-
 class MetricsRecorder:
-    """Records the newest call, and the metrics of its segments."""
+    """Records the metrics of the segments of the newest call."""
 
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
-        self.call = WorkerCall()
         self._totals_before = self._totals_at_point = train_state.timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
         self.own_metrics: list[tuple[int, Mapping[str, Any]]] = []
         self._points: deque[LogPoint] = deque()  # another thread calls `unacknowledged_log_points`
 
     def begin(self, call_number: int) -> None:
-        old = self.call
-        self.call = WorkerCall(call_number, old.start_step, old.scheduler_call)
+        train_state, old = self._train_state, self._train_state.call
+        train_state.call = WorkerCall(call_number, old.start_step, old.scheduler_call)
         self.clear()
         self._points.clear()
-        self._train_state.timers.reset()
-        self._totals_before = self._totals_at_point = self._train_state.timing.totals
+        train_state.timers.reset()
+        self._totals_before = self._totals_at_point = train_state.timing.totals
 
     def clear(self) -> None:
         """Discard all metrics."""
-        self.own_metrics, self.call.merged_metrics = [], []
+        self.own_metrics, self._train_state.call.merged_metrics = [], []
 
     def add_segment(self, start_step: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a segment that has ended, also by an error."""
-        recorded = self.own_metrics if self._merged_meters is None else self.call.merged_metrics
+        merged = self._train_state.call.merged_metrics
+        recorded = self.own_metrics if self._merged_meters is None else merged
         recorded.append((start_step, metrics))
 
     @property
@@ -69,39 +53,40 @@ class MetricsRecorder:
 
     def export_call(self) -> dict[str, Any]:
         """Return the call, with the merged metrics of a segment that runs."""
-        segment, meters = self._train_state.segment, self._merged_meters
-        merged = [*self.call.merged_metrics]
+        call, segment = self._train_state.call, self._train_state.segment
+        merged, meters = [*call.merged_metrics], self._merged_meters
         if segment is not None and meters is not None:
             merged.append((segment.start_step, meters.summary()))
-        return {**vars(self.call), "merged_metrics": merged}
+        return {**vars(call), "merged_metrics": merged}
 
     def continue_call(self, call: Mapping[str, Any]) -> None:
         """Continue a call that other workers have begun, without their metrics."""
-        if self.call.call_number != call["call_number"]:
+        if self._train_state.call.call_number != call["call_number"]:
             self.own_metrics = []
-        self.call = WorkerCall(**{**call, "merged_metrics": [*call["merged_metrics"]]})
+        self._train_state.call = WorkerCall(**{**call, "merged_metrics": [*call["merged_metrics"]]})
 
     def _segment_metrics(self, is_leaving: bool, since: int = 0) -> list[Mapping[str, Any]]:
         """Return the metrics of segments that began at step `since` or later, for the driver."""
-        returns_merged = self._train_state.context.world_rank == 0 and not is_leaving
-        recorded = self.own_metrics + self.call.merged_metrics * returns_merged
+        train_state = self._train_state
+        returns_merged = train_state.context.world_rank == 0 and not is_leaving
+        recorded = self.own_metrics + train_state.call.merged_metrics * returns_merged
         return [metrics for start, metrics in recorded if start >= since]
 
     def add_log_point(self, is_leaving: bool = False) -> None:
         """Add what this worker has measured since the last point."""
-        train_state = self._train_state
+        train_state, call = self._train_state, self._train_state.call
         metrics: Any = None
-        if results := self._segment_metrics(is_leaving, since=self.call.last_log_step):
+        if results := self._segment_metrics(is_leaving, since=call.last_log_step):
             metrics = merge_segments(results) | train_state.optimizer_metrics()
             if not train_state.context.in_driver:
                 metrics = pack(metrics)
         elif is_leaving:
             return
         timing, position = train_state.timing.totals, train_state.position
-        self.call.last_log_step = position.global_step
+        call.last_log_step = position.global_step
         self._points.append(
             LogPoint(
-                call_number=self.call.call_number,
+                call_number=call.call_number,
                 global_step=position.global_step,
                 epoch=position.epoch + (position.offset > 0),
                 metrics=metrics,

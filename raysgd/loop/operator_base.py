@@ -154,7 +154,8 @@ class OperatorBase:
         self._begin_epoch(num_steps)
         train_state = self._train_state
         meters = train_state.meters = AverageMeterCollection()
-        batch_idx = train_state.position.global_step - train_state.position.call_start_step
+        step, start_step = train_state.position.global_step, train_state.call.start_step
+        batch_idx = 0 if train_state.segment is None else step - start_step
         per_batch = self.scheduler_step_freq == "batch"
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, batch_idx, epoch_idx, iterator)

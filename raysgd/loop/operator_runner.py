@@ -157,7 +157,7 @@ class OperatorRunner(Runner, ABC):
             timing=train_state.timing.totals,
             log_points=recorder.unacknowledged_log_points(acknowledged_step),
         )
-        start, bad_steps = recorder.call.start_step, train_state.bad_steps
+        start, bad_steps = train_state.call.start_step, train_state.bad_steps
         new_bad_steps = [dict(bad) for bad in bad_steps if bad["step"] > start]
         place = self.control.failure_place or f"after step {position.global_step}"
         return progress.Progress(

@@ -4,7 +4,7 @@ import contextlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,21 @@ class Position:
     offset: int = 0
     validation_offset: int = 0
     global_step: int = 0
-    call_start_step: int = 0
-    """Global step at which the call in progress began."""
+
+
+@dataclass
+class WorkerCall:
+    """What a worker knows of a call. A worker that joins the call receives it."""
+
+    call_number: int = -1
+    start_step: int = 0  # of an earlier call while its steps are replayed
+    scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
+    last_log_step: int = 0  # step of the newest point
+    has_paused: bool = False  # the newest segment paused, so models keep their train or eval modes
+    ended_early: bool = False  # before its goal, because a loss was not finite
+    extra_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
+    merged_metrics: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    """Start step and metrics of all workers, for segments that merge them. Rank 0 returns them."""
 
 
 class RandomGenerators:
@@ -101,6 +114,7 @@ class TrainState(ABC):
         self.timing = StepTiming()
         self.lacks_state = False  # joins the group, and does not have its state yet
         self.position = Position(seed)
+        self.call = WorkerCall()  # the newest one
         # Of the segment in progress. `begin_segment` resets all but the first.
         self.segment: Any = None  # a Segment; None between them
         self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
@@ -170,10 +184,6 @@ class TrainState(ABC):
     def begin_segment(self, keeps_modes: bool) -> None:
         """Prepare for a segment. After a pause, models keep their train or eval modes."""
         self.keeps_modes, self.user_set_step, self.meters = keeps_modes, None, None
-
-    def end_segment(self) -> None:
-        self.segment = None
-        self.position.call_start_step = self.position.global_step  # for train_epoch of user code
 
     def begin_micro_batch(self, micro_batch: MicroBatchPlan, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""

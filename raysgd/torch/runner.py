@@ -83,10 +83,10 @@ class TorchRunner(OperatorRunner):
 
     def update_schedulers(self, call_number: int, metric: float) -> None:
         loop = self._hosted_loop
-        if loop.recorder.call.scheduler_call == call_number:
+        if loop.train_state.call.scheduler_call == call_number:
             return  # the schedulers have already stepped in the loaded state
         self.operator._update_features.schedules.step_with_metric(metric)
-        loop.recorder.call.scheduler_call = call_number
+        loop.train_state.call.scheduler_call = call_number
         loop.snapshots.clear(is_outdated=True)
         loop.snapshots.take_if_due()
 

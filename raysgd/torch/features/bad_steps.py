@@ -103,7 +103,8 @@ class BadStepFilter(UpdateFeature):
             "samples": source.sample_ids(position.epoch, position.offset, num_samples),
         }
         update.mark_bad(bad_step)
-        steps = [bad for bad in train_state.bad_steps if bad["step"] > position.call_start_step]
+        start_step = train_state.call.start_step
+        steps = [bad for bad in train_state.bad_steps if bad["step"] > start_step]
         steps.append(bad_step)
         if len(steps) > self._options.max_skipped:
             named = "; ".join(f"step {bad['step']}, {bad['reason']}" for bad in steps)

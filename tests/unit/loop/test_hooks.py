@@ -214,7 +214,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
     assert isinstance(loop.train(replace(request, callback_pause_step=5)), CallbackPause)
     assert (loop.leaving_metrics(1), len(loop.recorder.unacknowledged_log_points(-1))) == (None, 1)
     # all workers have these, so a leaving worker omits them
-    loop.recorder.call.merged_metrics = [(5, loop.recorder.own_metrics[0][1])]
+    loop.train_state.call.merged_metrics = [(5, loop.recorder.own_metrics[0][1])]
     whole = loop.leaving_metrics(0)
     assert (whole["num_samples"], "lr" in whole) == (40, False)
     point, rest = loop.recorder.unacknowledged_log_points(-1)

@@ -636,9 +636,9 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1, start_step=5)
     joining, _ = loop_of(Streaming)
-    joining.recorder.continue_call(vars(loop.recorder.call))
-    assert joining.recorder.call == loop.recorder.call
-    assert joining.recorder.call.extra_epochs == 1
+    joining.recorder.continue_call(vars(loop.train_state.call))
+    assert joining.train_state.call == loop.train_state.call
+    assert joining.train_state.call.extra_epochs == 1
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):
@@ -719,7 +719,7 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
 def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_of):
     loop, operator = loop_of()
     train(loop, until_step=3)
-    snapshot = vars(dataclasses.replace(loop.recorder.call))
+    snapshot = vars(dataclasses.replace(loop.train_state.call))
     operator.fail = pausing(loop, {4: 6})
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)

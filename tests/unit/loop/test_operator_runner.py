@@ -161,7 +161,7 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert (state["global_step"], state["call"]["call_number"]) == (3, 7)
     other = make_runner()
     other.load_state_dict(state)
-    assert other._loop.recorder.call.call_number == 7
+    assert other._loop.train_state.call.call_number == 7
     assert [layer.training for layer in other.operator.model] == [False, *[True] * 3]
     other.handle(TrainRequest(call_number=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
