@@ -173,7 +173,7 @@ class Loop:
         train_state.segment = None
         if position.global_step == segment.start_step and not segment.has_paused:
             self._check_empty_segment(segment, request)
-        train_state.call.has_paused = segment.has_paused
+        train_state.call.keeps_modes = segment.has_paused
         self.step_s = segment.step_s
         if segment.ends_epoch:
             segment.source.discard_unread()
@@ -186,8 +186,7 @@ class Loop:
             call.start_step, break_ends_epoch = request.start_step, request.until_epoch is not None
         elif position.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.start_step = position.global_step
-        train_state.begin_segment(keeps_modes=call.has_paused)
-        call.has_paused = False
+        train_state.user_set_step = train_state.meters = None
         self.snapshots.take_if_due(is_collective=True)
         train_state.restore_modes()
         after_commit: list[Callable[[], None]] = []
@@ -240,7 +239,7 @@ class Loop:
             if self.train_state.meters is not None:
                 self.recorder.add_segment(segment.start_step, self.train_state.meters.summary())
         finally:
-            self.train_state.segment = None
+            self.train_state.segment, self.train_state.call.keeps_modes = None, False
 
     def _check_empty_segment(self, segment: Segment, request: TrainRequest) -> None:
         """Raise an error for a segment without a step, warn of it, or add an epoch to the call.

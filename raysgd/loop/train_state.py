@@ -46,7 +46,7 @@ class WorkerCall:
     start_step: int = 0  # of an earlier call while its steps are replayed
     scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
     last_log_step: int = 0  # step of the newest point
-    has_paused: bool = False  # the newest segment paused, so models keep their train or eval modes
+    keeps_modes: bool = False  # train or eval modes stay, because the newest segment has paused
     ended_early: bool = False  # before its goal, because a loss was not finite
     extra_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
     merged_metrics: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
@@ -115,9 +115,8 @@ class TrainState(ABC):
         self.lacks_state = False  # joins the group, and does not have its state yet
         self.position = Position(seed)
         self.call = WorkerCall()  # the newest one
-        # Of the segment in progress. `begin_segment` resets all but the first.
+        # Of the segment in progress. The next segment resets them.
         self.segment: Any = None  # a Segment; None between them
-        self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
         # Committed steps when user code set the global step, and the value that it set.
         self.user_set_step: tuple[int, int] | None = None
         self.meters: AverageMeterCollection | None = None
@@ -180,10 +179,6 @@ class TrainState(ABC):
         self.data.reseed(seed, loader_seeds or {})
 
     # ---- steps
-
-    def begin_segment(self, keeps_modes: bool) -> None:
-        """Prepare for a segment. After a pause, models keep their train or eval modes."""
-        self.keeps_modes, self.user_set_step, self.meters = keeps_modes, None, None
 
     def begin_micro_batch(self, micro_batch: MicroBatchPlan, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""

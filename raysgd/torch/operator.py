@@ -239,9 +239,10 @@ class TrainingOperator(OperatorBase):
             return scores_in(model(*read.arguments, **read.keywords))
 
     def _begin_epoch(self, num_steps: int | None) -> None:
-        if not self._train_state.keeps_modes:
+        call = self._train_state.call
+        if not call.keeps_modes:
             self.train_mode(True)
-        self._train_state.keeps_modes = False
+        call.keeps_modes = False
 
     def _eval_mode(self) -> contextlib.AbstractContextManager[object]:
         self.train_mode(False)

@@ -179,9 +179,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
         module, state = self.module, self._train_state
         begins = self._epoch is None or state.position.offset == 0
         with self._attach_trainer(training=True) as stand_in:
-            if begins and not state.keeps_modes and _overrides(module, "train"):
+            if begins and not state.call.keeps_modes and _overrides(module, "train"):
                 self.train_mode(True)  # before the hooks, which may change modes
-            state.keeps_modes = True
+            state.call.keeps_modes = True
             if self._epoch is None:
                 self._epoch = {}
                 module.on_train_start()

@@ -748,6 +748,8 @@ def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):
             return {}
 
     loop, operator = loop_of(Frozen)
+    kept = []  # in the snapshot at the start of each segment, from which a restart continues
+    loop.snapshots.take_if_due = lambda **_: kept.append(loop.recorder.export_call()["keeps_modes"])
     loop.control.driver_pause_step = 2
     with pytest.raises(PausedError):
         train(loop, until_epoch=1)
@@ -755,6 +757,30 @@ def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):
     train(loop, until_epoch=1)
     train(loop, 1, until_step=6, start_step=5)
     assert operator.infos == [True, True, False, True, True, True]
+    assert kept == [False, True, False]
+
+
+def test_a_repeated_segment_sets_the_modes_again(loop_of):
+    class Failing(Recorder):
+        def train_batch(self, batch, batch_info):
+            self.infos.append(self.model.training)
+            self.model.eval()
+            raise ValueError
+
+        def train_epoch(self, *arguments, **keywords):
+            if self.infos:
+                return super().train_epoch(*arguments, **keywords)
+            self.infos.append(self._train_state.call.keeps_modes)
+            self.model.eval()
+            raise KeyError  # before the default `train_epoch` sets the modes
+
+    loop, operator = loop_of(Failing)
+    loop.train_state.call.keeps_modes = True
+    loop.train_state.call.call_number = 0
+    for error in (KeyError, ValueError, ValueError):
+        with pytest.raises(error):
+            train(loop, until_epoch=1)
+    assert operator.infos == [True, True, True]
 
 
 # ---- one order for all ranks
