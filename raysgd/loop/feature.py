@@ -32,8 +32,8 @@ class UpdateFeature:
     a state              `before_export`, `state_dict`; `check_state`, `load_state_dict`
     ===================  =======================================================================
 
-    Only PyTorch calls `filter_loss`, `before_optimizer_step`, `receive`, `user_settings`, and the
-    methods of states. Besides its own hooks and attributes, a feature may use:
+    Only PyTorch calls `filter_loss`, `before_optimizer_step`, `receive`, and the methods of states.
+    Besides its own hooks and attributes, a feature may use:
 
     - The methods of the update. It may exchange held metrics, call `mark_bad` before an update that
       must not be applied, begin and end steps in `optimizer_steps`, and call `set_damaged` if it
@@ -115,13 +115,6 @@ class UpdateFeature:
 
     def before_export(self) -> None:
         """Handle a request for the state or the models of rank 0. All ranks call this together."""
-
-    def user_settings(self) -> Any:
-        """Return the values that user code may change between steps, for comparison."""
-
-    def can_complete(self, snapshot: Mapping[str, Any]) -> bool:
-        """Return whether ``setup`` makes what a snapshot lacks. A control thread calls this."""
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries that this feature adds to the training state."""

@@ -160,7 +160,7 @@ class SnapshotTaker:
             return None
         copy = self._copy
         self._is_sending = copy is not None
-        if not all(feature.can_complete(copy or {}) for feature in self._train_state.features):
+        if not self._train_state.can_complete(copy or {}):
             if self._copy is copy:
                 self.clear()
             return None

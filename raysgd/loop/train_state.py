@@ -306,6 +306,10 @@ class TrainState(ABC):
         """Return a context that restores the models at its end."""
         return contextlib.nullcontext()
 
+    def can_complete(self, snapshot: Mapping[str, Any]) -> bool:
+        """Return whether ``setup`` makes what a snapshot lacks. A control thread calls this."""
+        return True
+
     # ---- the other workers
 
     def num_rows(self, batch: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.nested import load_or_restore
+from raysgd._internal.nested import load_or_restore, map_leaves
 from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess, check_objects
@@ -167,10 +167,11 @@ class TorchStateAccess(StateAccess):
 
     def user_settings(self) -> Any:
         groups = [group for each in self._train_state.optimizers for group in each.param_groups]
+        states = [feature.state_dict() for feature in self._train_state.features]
         return (
             [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
             [version_of(parameter) for model in self._models for parameter in model.parameters()],
-            [feature.user_settings() for feature in self._train_state.features],
+            map_leaves(states, lambda leaf: id(leaf) if isinstance(leaf, torch.Tensor) else leaf),
             self._changed_since_setup(),
         )
 

@@ -82,6 +82,9 @@ class TorchTrainState(TrainState):
                         stack.enter_context(preserving(module))
             yield
 
+    def can_complete(self, snapshot: Mapping[str, Any]) -> bool:
+        return self.baseline.can_complete(snapshot)
+
     copy_leaf = staticmethod(copy_leaf)
     num_rows = staticmethod(num_rows)
     initial_hyperparameters = initial_hyperparameters

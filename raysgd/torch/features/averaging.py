@@ -119,9 +119,6 @@ class WeightAveraging(UpdateFeature):
             for owner, before in options:
                 owner.update(before)
 
-    def user_settings(self) -> Any:
-        return self.averages and (id(self.averages), self._decay, self._start_epoch)
-
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:

@@ -130,14 +130,24 @@ def test_arguments_out_of_range_are_refused(kind, value):
         kind(value)
 
 
+def test_a_change_of_the_averages_outdates_snapshots(make_trainer):
+    trainer = make_trainer(Recorder, CONFIG)
+    operator = trainer.get_local_operator()
+    settings = trainer._controller.members[0].worker.runner._loop.state_access.user_settings
+    seen = [settings()]
+    seen += [operator._start_averaging(*each) or settings() for each in ((0.9, 2), (0.9, 1))]
+    assert seen[0] != seen[1] != seen[2]
+    operator._start_averaging(0.9, 1)  # as each call of fit() does
+    assert settings() == seen[2]
+
+
 def test_averages_of_shared_16_bit_and_integer_parameters():
     shared = torch.nn.Linear(2, 2).bfloat16()
     shared.table = torch.nn.Parameter(torch.arange(2), requires_grad=False)
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
     state = SimpleNamespace(models=models, optimizers=[], has_all_parameters=True)
     averages = WeightAveraging(state)
-    starts = [averages.start(0.999, epoch) or averages.user_settings() for epoch in (2, 1)]
-    assert starts[0] != starts[1]  # so that a restart does not undo the change
+    averages.start(0.999, 1)
     update = Update()
     update.optimizer_steps.counts[0] = 1
     averages.commit(update)
