@@ -129,7 +129,7 @@ class OperatorRunner(Runner, ABC):
         if (loop := self._loop) is None:
             return progress.Progress()
         train_state, segment = loop.train_state, loop.train_state.segment
-        running, features = segment or loop.evaluation.batches, train_state.features
+        running = segment or loop.evaluation.batches
         meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.update.has_logical_workers
         source, snapshots, now = loop.source, loop.snapshots, train_state.position
@@ -153,7 +153,7 @@ class OperatorRunner(Runner, ABC):
         )
         measured = progress.Measurements(
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
-            samples_per_s=max(each.samples_per_s for each in features),
+            samples_per_s=train_state.read_speed(),
             timing=train_state.timing.totals,
             log_points=recorder.unacknowledged_log_points(acknowledged_step),
         )

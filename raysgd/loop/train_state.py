@@ -112,6 +112,8 @@ class TrainState(ABC):
         self.timers = TimerCollection()
         self.timers.enabled = False
         self.timing = StepTiming()
+        self.read_speed: Callable[[], float] = float
+        """Returns the samples per second of this worker; 0 if unknown. Another thread calls it."""
         self.lacks_state = False  # joins the group, and does not have its state yet
         self.position = Position(seed)
         self.call = WorkerCall()  # the newest one

@@ -24,6 +24,7 @@ class ThroughputMeter(UpdateFeature):
     needs_warm_up = True  # so that a replacement worker knows its speed when it joins
 
     def __init__(self, train_state: TorchTrainState) -> None:
+        train_state.read_speed = self.samples_per_s
         self._on_gpu = train_state.settings.device.type == "cuda"
         self._began: Any = None
         self._ended: Any = None
@@ -36,8 +37,7 @@ class ThroughputMeter(UpdateFeature):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._record_gradient_time)
 
-    @property
-    def samples_per_s(self) -> float:  # type: ignore[override]
+    def samples_per_s(self) -> float:
         # The training thread may append a step in the meantime.
         steps = [s for s in self._steps.copy() if not self._on_gpu or s[-1][2].query()]
         sizes = [sum(size for size, _, _ in step) for step in steps]
