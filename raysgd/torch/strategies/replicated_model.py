@@ -13,6 +13,7 @@ The workers average gradients in the last micro-batch of an update:
 
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from raysgd._internal import step_timing
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.tensors import call_after_backward, leaves_in, version_of
 from raysgd.torch.wrappers import uncompiled
+
+logger = logging.getLogger(__name__)
 
 _pass_numbers = itertools.count()
 
@@ -301,13 +304,12 @@ def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
-def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -> str:
+def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     """Rebuild the reducer of a wrapper, in place, for the current process group.
 
     Every rank must rebuild. A survivor orders its buckets by the gradients of its first step, and a
     replacement worker does not. With the old reducer, these workers would silently add up gradients
-    of different parameters. `required` is the result of `averaged_parameters`. Return a warning if
-    a communication hook was removed, or "".
+    of different parameters. `required` is the result of `averaged_parameters`.
     """
     group, comm_hooks = model.process_group, model._comm_hooks
     before = grad_flags(model.module)
@@ -322,17 +324,18 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.
     model.require_forward_param_sync = model.require_backward_grad_sync = True
-    model._comm_hooks, warning = [], ""
+    model._comm_hooks = []
     for hook, state in comm_hooks:
         if state is None or state is group:
             model.register_comm_hook(None if state is None else model.process_group, hook)
         else:
-            warning = (
-                f"raysgd removed the communication hook {getattr(hook, '__name__', hook)!r}, "
-                f"because workers left or joined. Its state, a {type(state).__name__}, differs "
-                "between workers. Register it in on_world_change(self) instead of setup."
+            logger.warning(
+                "raysgd removed the communication hook %r, because workers left or joined. Its "
+                "state, a %s, differs between workers. Register it in on_world_change(self) "
+                "instead of setup.",
+                getattr(hook, "__name__", hook),
+                type(state).__name__,
             )
-    return warning
 
 
 def set_grad_flags(module: torch.nn.Module, required: Mapping[str, bool]) -> None:

@@ -265,7 +265,6 @@ class SimMember(WorkerHandle):
         self.pause = None
         self.snapshot_step = None
         self.speed = 0.0
-        self.warning = ""
         """Samples per second."""
         self.silent = False
         """Whether the process is stopped, so that it does and answers nothing."""
@@ -568,7 +567,7 @@ class SimMember(WorkerHandle):
         else:
             self.step, self.condition = leader.step, leader.condition
             self.weights = list(leader.weights)
-        self.end("ok", self.warning)
+        self.end("ok")
 
 
 class SimGroup(ActorGroup):
