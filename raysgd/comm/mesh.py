@@ -124,9 +124,11 @@ class PeerMesh:
     def _reduce(
         self, number: int, tensor: torch.Tensor, combine: Combine, timeout_s: float
     ) -> None:
-        content = tensor.detach().contiguous()
+        # A copy of a contiguous tensor may keep odd strides or a lazy negation.
+        content = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        content.copy_(tensor.detach())
         header = _HEADER.pack(number, content.nbytes)
-        message = memoryview(b"".join((header, as_bytes(content).numpy().data)))
+        message = memoryview(b"".join((header, content.view(-1).view(torch.uint8).numpy().data)))
         received = {rank: bytearray(len(message)) for rank in self._peers}
         unsent = dict.fromkeys(self._peers, message)
         missing = {rank: memoryview(buffer) for rank, buffer in received.items()}
@@ -188,14 +190,6 @@ class PeerMesh:
         self._listener.close()
         for connection in self._peers.values():
             connection.close()
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the content of a tensor as a vector of bytes, without a copy if possible."""
-    # The memory lacks a lazy conjugation or negation.
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A contiguous tensor with a single element can have any stride.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _send(connection: socket.socket, content: memoryview) -> memoryview:

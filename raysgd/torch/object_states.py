@@ -14,8 +14,7 @@ from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
 from raysgd.cluster.large_values import IncomingValue
-from raysgd.comm.mesh import as_bytes
-from raysgd.torch.tensors import ELEMENTWISE, can_copy, inner_optimizers, nested_tensors
+from raysgd.torch.tensors import ELEMENTWISE, as_bytes, can_copy, inner_optimizers, nested_tensors
 
 _INNER = "raysgd_inner"
 """Entry of an optimizer's state: states of the optimizers in it, by number."""

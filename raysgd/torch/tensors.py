@@ -20,7 +20,6 @@ from torch.nn.utils import parametrize
 
 from raysgd._internal.nested import map_leaves, named_values, try_copy
 from raysgd.cluster.serialization import find_unpicklable
-from raysgd.comm.mesh import as_bytes
 from raysgd.loop.differences import cpu_model
 
 ELEMENTWISE = (
@@ -120,6 +119,14 @@ def leaves_in(tree: Any) -> Iterator[Any]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the content of a tensor as a vector of bytes, without a copy if possible."""
+    # The memory lacks a lazy conjugation or negation.
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A contiguous tensor with a single element can have any stride.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 # ---- helpers that PyTorch offers only under private names

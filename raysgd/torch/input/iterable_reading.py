@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from raysgd._internal.versions import is_at_least
-from raysgd.comm.mesh import as_bytes
 from raysgd.data.source import iterate_once
 from raysgd.data.stream import GroupedStream, NumberedSamples
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
 from raysgd.torch.input.loader_copies import clone, with_dataset
 from raysgd.torch.input.orders import seed_all, seeding
+from raysgd.torch.tensors import as_bytes
 
 _END = "end"
 _SCALARS = {int, float, bool, str, bytes, type(None)}
