@@ -1,6 +1,5 @@
 """Averages of the weights, which replace them in validation and exports."""
 
-import functools
 from typing import Any
 
 from raysgd._internal.arguments import as_int, is_number
@@ -19,8 +18,16 @@ class _WeightAveraging(Callback):
     _start_epoch = 1
 
     def on_train_start(self, trainer: Trainer) -> None:
-        begin = functools.partial(_begin, type(self).__name__, self._decay, self._start_epoch)
-        trainer.apply_all_operators(begin)
+        trainer.apply_all_operators(self._begin)
+
+    def _begin(self, operator: Any) -> None:
+        """Let the operator average its weights. Runs on the worker."""
+        if not hasattr(operator, "_start_averaging"):
+            raise NotImplementedError(
+                f"{type(self).__name__} averages only the weights of PyTorch models. With Keras, "
+                "create the optimizer with use_ema=True."
+            )
+        operator._start_averaging(self._decay, self._start_epoch)
 
 
 class EMA(_WeightAveraging):
@@ -59,13 +66,3 @@ class SWA(_WeightAveraging):
 
     def __init__(self, start_epoch: int) -> None:
         self._start_epoch = as_int("SWA", "start_epoch", start_epoch, 1)
-
-
-def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> None:
-    """Let the operator average its weights. Runs on the worker."""
-    if not hasattr(operator, "_start_averaging"):
-        raise NotImplementedError(
-            f"{name} averages only the weights of PyTorch models. With Keras, create the optimizer "
-            "with use_ema=True."
-        )
-    operator._start_averaging(decay, start_epoch)
