@@ -26,9 +26,10 @@ from raysgd.callbacks.callback_list import CallbackList, as_logdir, trainer_call
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import LocalHandle
 from raysgd.data import Dataset
-from raysgd.driver.dispatcher import Dispatcher, FitArguments
+from raysgd.driver.dispatcher import Dispatcher
 from raysgd.driver.fit import FitLoop
 from raysgd.driver.properties import TrainerProperties
+from raysgd.driver.results import FitArguments, Results
 from raysgd.driver.state_transfer import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.errors import CallbackError
@@ -74,7 +75,8 @@ class OperatorTrainer(TrainerProperties):
         )
         self._callback_list = CallbackList(self, attached)
         self._callback_list.around_saving = controller.speed.saving
-        self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name)
+        self._results = results = Results(controller, self._callback_list)
+        self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name, results)
         self._transfer = StateTransfer(options, dispatcher)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from raysgd.callbacks.base import Callback, History, Trainer
 from raysgd.callbacks.callback_list import as_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
-from raysgd.driver.dispatcher import Dispatcher, FitArguments
+from raysgd.driver.dispatcher import Dispatcher
+from raysgd.driver.results import FitArguments
 from raysgd.loop.operator_base import has_validation_loader
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
@@ -70,8 +71,8 @@ class FitLoop:
                 logger.info("%s", why)
             if arguments.validate_every is None:
                 _check_monitored(self._monitored_metrics(), (), why)
-            with dispatcher.within_fit(arguments):
-                if arguments.validate_every and not dispatcher.has_all_epochs:
+            with dispatcher.results.within_fit(arguments):
+                if arguments.validate_every and not dispatcher.results.has_all_epochs:
                     self._run_sanity_check()
                 history = self._train_epochs()
             if sentence := dispatcher.controller.speed.report().sentence:
@@ -80,31 +81,31 @@ class FitLoop:
 
     def _train_epochs(self) -> History:
         trainer, dispatcher, arguments = self.trainer, self.dispatcher, self.arguments
-        history = History()
+        results, history = dispatcher.results, History()
 
         def reason_to_end() -> str | None:
-            if dispatcher.has_all_epochs:
+            if results.has_all_epochs:
                 return f"num_epochs={arguments.num_epochs} is reached"
             if arguments.max_steps is not None and trainer.global_step >= arguments.max_steps:
                 return dispatcher.stop_reason or f"max_steps={arguments.max_steps} is reached"
             return dispatcher.stop_reason
 
-        if dispatcher.lacks_validation and dispatcher.is_validation_due:  # since an earlier fit()
+        if results.lacks_validation and results.is_validation_due:  # since an earlier fit()
             # Ctrl-C in the last step has lost its metrics.
-            if dispatcher.metrics.get("epoch") != dispatcher.position.epoch:
-                dispatcher.restore_due_validation({})
+            if results.metrics.get("epoch") != results.position.epoch:
+                results.restore_due_validation({})
             dispatcher.validate(arguments.info, from_start=True)
-        if dispatcher.has_all_epochs:
+        if results.has_all_epochs:
             logger.warning(
                 "fit(%d) trains nothing, because the run has already completed epoch %d.",
                 arguments.num_epochs,
-                dispatcher.position.epoch,
+                results.position.epoch,
             )
         while (reason := reason_to_end()) is None:
-            start = dispatcher.position
+            start = results.position
             metrics = trainer.train(max_retries=arguments.max_retries, info=arguments.info)
             had_no_batch = start.in_epoch and metrics.keys() == {"epoch"}
-            if dispatcher.position.epoch > start.epoch and dispatcher.is_validation_due:
+            if results.position.epoch > start.epoch and results.is_validation_due:
                 validated = dispatcher.validate(arguments.info, from_start=True).merged
                 metrics = {**validated, **metrics}
             history += [] if had_no_batch else [metrics]
@@ -113,7 +114,7 @@ class FitLoop:
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
         history.stop_reason = reason
-        if not dispatcher.has_all_epochs:
+        if not results.has_all_epochs:
             level = logging.INFO if history else logging.WARNING
             logger.log(level, "fit() ends at step %d: %s", trainer.global_step, reason)
         return history
@@ -122,9 +123,9 @@ class FitLoop:
 
     def _run_sanity_check(self) -> None:
         """Validate some batches before training, unless a validation has run or runs next."""
-        dispatcher = self.dispatcher
-        has_validated = dispatcher.validation_names is not None
-        if has_validated or dispatcher.lacks_validation or dispatcher.stop_reason is not None:
+        dispatcher, results = self.dispatcher, self.dispatcher.results
+        has_validated = results.validation_names is not None
+        if has_validated or results.lacks_validation or dispatcher.stop_reason is not None:
             return
         request = ValidateRequest(
             call_number=-1,
@@ -134,14 +135,14 @@ class FitLoop:
         )
         try:
             # A worker without a batch has no metrics.
-            results = [*filter(None, dispatcher.run(request, method="fit", has_batches=True))]
+            metrics = [*filter(None, dispatcher.run(request, method="fit", has_batches=True))]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
-                results.append(merge_workers(results))
-            if names := dict.fromkeys(itertools.chain.from_iterable(results)):
+                metrics.append(merge_workers(metrics))
+            if names := dict.fromkeys(itertools.chain.from_iterable(metrics)):
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitored(self._monitored_metrics(), list(names), why)
-            dispatcher.validation_names = {*names}
+            results.validation_names = {*names}
         except Exception as error:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last

@@ -6,6 +6,7 @@ from typing import Any
 from raysgd._internal.forwarding import forward_to
 from raysgd.callbacks.base import LastCall
 from raysgd.driver.dispatcher import Dispatcher
+from raysgd.driver.results import Results
 from raysgd.driver.state_transfer import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
@@ -24,6 +25,7 @@ class TrainerProperties:
     _options: Options
     _controller: Controller
     _dispatcher: Dispatcher
+    _results: Results
     _transfer: StateTransfer
 
     @property
@@ -54,27 +56,27 @@ class TrainerProperties:
     )
     logdir: Path | None = forward_to("_logdir", "The run folder.")
     epoch: int = forward_to(
-        "_dispatcher.epoch",
+        "_results.epoch",
         "The current or just finished epoch, counted from 1. 0 before the first epoch.",
     )
     global_step: int = forward_to(
-        "_dispatcher.position.global_step", "Finished training steps of all calls."
+        "_results.position.global_step", "Finished training steps of all calls."
     )
     split: int = forward_to(
         "_controller.record.progress.updates.num_splits",
         "Micro-batches per batch, above 1 after memory ran out.",
     )
     latest_metrics: dict[str, Any] = forward_to(
-        "_dispatcher.metrics", "The newest metrics of `train` and `validate`, in one dict."
+        "_results.metrics", "The newest metrics of `train` and `validate`, in one dict."
     )
     last_call: LastCall | None = forward_to(
-        "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
+        "_results.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
-    is_fitting: bool = forward_to("_dispatcher.is_fitting", "Whether `fit` runs.")
+    is_fitting: bool = forward_to("_results.is_fitting", "Whether `fit` runs.")
     num_epochs: int | None = forward_to(
-        "_dispatcher.fit_arguments.num_epochs", "Number of epochs at which `fit` ends, or None."
+        "_results.fit_arguments.num_epochs", "Number of epochs at which `fit` ends, or None."
     )
-    is_validation_due = forward_to("_dispatcher.is_validation_due", "Whether `fit` validates next.")
+    is_validation_due = forward_to("_results.is_validation_due", "Whether `fit` validates next.")
     stop_reason: str | None = forward_to(
         "_dispatcher.stop_reason", "The first reason passed to `request_stop` since `fit` began."
     )

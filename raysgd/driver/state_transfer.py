@@ -62,17 +62,13 @@ class StateTransfer:
         entries["config"] = scalars(redact_config(self.options.config))
         if provenance:
             entries["provenance"] = {**self.provenance}
-        if self.dispatcher.lacks_validation:
-            # Callbacks need these metrics in the next validation.
-            metrics, epoch = self.dispatcher.metrics, self.dispatcher.position.epoch
-            entries["validation_due"] = scalars(metrics) if metrics.get("epoch") == epoch else {}
-        return entries
+        return entries | self.dispatcher.results.state_dict()
 
     def _collect_from_workers(self, method: str, frozen: bool) -> dict[str, Any]:
         controller, snapshot = self.dispatcher.controller, None
         if not controller.members and controller.can_restart():
             snapshot = controller.snapshots.load()
-        step = self.dispatcher.position.global_step
+        step = self.dispatcher.results.position.global_step
         kept_step = (snapshot or {}).get("global_step", 0)
         lacks_frozen = frozen and "frozen" in (snapshot or ())  # which the workers can complete
         if not snapshot or kept_step < step or lacks_frozen:
@@ -193,11 +189,7 @@ class StateTransfer:
             snapshots.store(worker_entries)
         else:  # packing needs Ray
             snapshots.replace_with(lambda: worker_entries)
-        self.dispatcher.has_bad_loss = False  # of another run
-        self.dispatcher.validation_offset = self.dispatcher.position.validation_offset
-        self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
-        self.dispatcher.latest_metrics.update(driver_entries["validation_due"])
-        self.dispatcher.restore_due_validation(state.get("validation_due"))
+        self.dispatcher.results.load_state_dict(state)
         self._warn_of_changes(driver_entries["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:

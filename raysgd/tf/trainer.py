@@ -118,7 +118,7 @@ class TFTrainer(OperatorTrainer):
         arguments = (profile, reduce_results, max_retries, info)
         if self._limits is None or num_steps is not None or self.num_epochs is not None:
             return super().train(num_steps, *arguments)
-        last_step = self._dispatcher.fit_arguments.max_steps  # None outside of fit
+        last_step = self._results.fit_arguments.max_steps  # None outside of fit
         for _ in range(self._limits["epochs"] or 1):
             result = super().train(self._limits["steps_per_epoch"], *arguments)
             if last_step and (self.global_step == last_step or self.stop_reason is not None):

@@ -138,7 +138,7 @@ class TorchTrainer(OperatorTrainer):
         set; for a `raysgd.data.Stream` [file, record]; for other streams positions in the epoch;
         none if user code selects the samples.
         """
-        return [dict(each) for each in self._dispatcher.bad_steps]
+        return [dict(each) for each in self._results.bad_steps]
 
     @functools.cached_property
     def temp_dir(self) -> str:

@@ -1,4 +1,4 @@
-"""Dispatcher, state, files, and shutdown of trainers, with one worker in this process."""
+"""Results, state, files, and shutdown of trainers, with one worker in this process."""
 
 import gc
 import sys
