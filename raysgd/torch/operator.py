@@ -41,11 +41,11 @@ from raysgd.torch.input.batches import (
     parse_batch,
     scores_in,
 )
+from raysgd.torch.modules import user_module
 from raysgd.torch.optimization import as_count, count_of, ignored_index
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
-from raysgd.torch.wrappers import user_module
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
 

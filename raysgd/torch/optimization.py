@@ -33,9 +33,9 @@ from raysgd.loop.segment import Segment
 from raysgd.loop.update import Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.input.batches import IGNORED, ONE_ELEMENT
+from raysgd.torch.modules import user_module
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
 from raysgd.torch.train_state import TorchTrainState
-from raysgd.torch.wrappers import user_module
 
 _LOSS_MODULES = ("torch.nn.modules.loss", "torch.nn.functional")
 _CLASS_LOSSES = (

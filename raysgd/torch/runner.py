@@ -13,11 +13,11 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.operator_runner import OperatorRunner
 from raysgd.torch.collectives import watch_user_code
+from raysgd.torch.modules import is_ddp
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.state_access import TorchStateAccess
-from raysgd.torch.wrappers import is_ddp
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable that cuBLAS reads when PyTorch first uses it."""

@@ -13,6 +13,7 @@ from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess, check_objects
 from raysgd.torch.features.setup_baseline import FROZEN_KEY
+from raysgd.torch.modules import grad_flags, set_grad_flags, user_module
 from raysgd.torch.object_states import (
     load_optimizer,
     load_scheduler,
@@ -21,10 +22,8 @@ from raysgd.torch.object_states import (
     scheduler_state,
     state_problem,
 )
-from raysgd.torch.strategies.replicated_model import grad_flags, set_grad_flags
 from raysgd.torch.tensors import copy_to_cpu, parameters_of, state_digest, version_of
 from raysgd.torch.train_state import TorchTrainState
-from raysgd.torch.wrappers import user_module
 
 _SAVES_FROZEN = (
     "frozen=False: %s of model %d is saved, although it is frozen, because it has changed since "

@@ -185,13 +185,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def renormalized_weights(models: Iterable[torch.nn.Module]) -> set[torch.Tensor]:
-    """Return the weights of embeddings with ``max_norm``, which each forward pass may change."""
-    modules = (module for model in models for module in model.modules())
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return {each.weight for each in modules if isinstance(each, kinds) and each.max_norm}
-
-
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that an optimizer wraps, as sharpness-aware minimization does."""
     values = vars(optimizer).values()

@@ -13,13 +13,12 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
+from raysgd.torch.modules import is_trainable, user_module
 from raysgd.torch.object_states import model_problem
 from raysgd.torch.precision import to_full_precision
 from raysgd.torch.strategies import conflicts
-from raysgd.torch.strategies.replicated_model import is_trainable
 from raysgd.torch.tensors import copy_all, parameters_of
 from raysgd.torch.train_state import TorchTrainState
-from raysgd.torch.wrappers import user_module
 
 
 class WeightAveraging(UpdateFeature):

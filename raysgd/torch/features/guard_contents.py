@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from raysgd.torch.features.averaging import WeightAveraging
-from raysgd.torch.strategies.replicated_model import running_statistics
-from raysgd.torch.tensors import TensorVersions, renormalized_weights
+from raysgd.torch.modules import is_ddp, renormalized_weights, running_statistics, user_module
+from raysgd.torch.tensors import TensorVersions
 from raysgd.torch.train_state import TorchTrainState
-from raysgd.torch.wrappers import is_ddp, user_module
 
 Content = tuple[str, str, Any]
 """The kind "options", "tensors", or "buffers"; a name; and the value, None for a buffer that does

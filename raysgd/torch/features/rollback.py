@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
+from raysgd.torch.modules import renormalized_weights
 from raysgd.torch.object_states import load_scheduler, scheduler_state
 from raysgd.torch.tensors import (
     TensorVersions,
@@ -17,7 +18,6 @@ from raysgd.torch.tensors import (
     copy_all,
     inner_optimizers,
     parameters_of,
-    renormalized_weights,
 )
 from raysgd.torch.train_state import TorchTrainState
 

@@ -9,8 +9,8 @@ from raysgd._internal.collectives import Collectives
 from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
+from raysgd.torch.modules import uncompiled
 from raysgd.torch.tensors import digest_of, is_readable, version_of
-from raysgd.torch.wrappers import uncompiled
 
 FROZEN_KEY = "frozen"
 """Entry of a state that lacks parameters: their digests by name, for each model."""

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import UpdateFeature
+from raysgd.torch.modules import user_module
 from raysgd.torch.register_checks import attributes_of, is_metric
 from raysgd.torch.tensors import version_of
 from raysgd.torch.train_state import TorchTrainState
-from raysgd.torch.wrappers import user_module
 
 
 def _key(value: Any) -> int:

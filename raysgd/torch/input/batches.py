@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 from raysgd._internal.nested import describe, named_values
 from raysgd.metrics import Sums, ratio
+from raysgd.torch.modules import user_module
 from raysgd.torch.tensors import tensors_in
-from raysgd.torch.wrappers import user_module
 
 IGNORED = -100
 """The default of ``ignore_index`` of losses in PyTorch."""

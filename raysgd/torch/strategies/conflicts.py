@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from raysgd.torch.wrappers import is_compiled, is_ddp
+from raysgd.torch.modules import is_compiled, is_ddp
 
 
 def check(

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from raysgd.checkpoint.shards import SavedPiece
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
+from raysgd.torch.modules import only_running_statistics
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies.group_exchange import GroupExchange
-from raysgd.torch.strategies.replicated_model import only_running_statistics
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import Piece, ShardBuffers

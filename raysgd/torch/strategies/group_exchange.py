@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.torch.modules import is_compiled, without_ddp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.tensors import parameters_of, state_digest
 from raysgd.torch.train_state import TorchTrainState
-from raysgd.torch.wrappers import is_compiled, without_ddp
 
 
 class GroupExchange(GradientExchange):

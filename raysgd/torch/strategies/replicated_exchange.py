@@ -14,12 +14,12 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
+from raysgd.torch.modules import is_ddp, running_statistics
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version
 from raysgd.torch.tensors import backward_pass_number, parameters_of
 from raysgd.torch.train_state import TorchTrainState
-from raysgd.torch.wrappers import is_ddp
 
 
 class OwnModelsPlacement(StatePlacement):
@@ -59,7 +59,7 @@ class WrapperExchange(GroupExchange):
             if is_ddp(model):
                 buffers += model.buffers()
             elif self.keeps_all_equal:
-                buffers += replicated_model.running_statistics(model)
+                buffers += running_statistics(model)
         return buffers
 
     def begin_micro_batch(self, update: Update) -> None:

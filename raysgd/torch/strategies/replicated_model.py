@@ -18,14 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import Embedding, EmbeddingBag, SyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn import Embedding, EmbeddingBag
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal import step_timing
 from raysgd.torch.collectives import average_gradients
+from raysgd.torch.modules import (
+    grad_flags,
+    is_trainable,
+    only_running_statistics,
+    set_grad_flags,
+    uncompiled,
+)
 from raysgd.torch.tensors import call_after_backward, leaves_in, version_of
-from raysgd.torch.wrappers import uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -247,10 +252,6 @@ class BackwardPasses:
             )
 
 
-def is_trainable(parameter: torch.nn.Parameter) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
 def gradient_version(parameter: torch.nn.Parameter) -> Any:
     """Return the identity and version of a gradient, to detect changes."""
     gradient = parameter.grad
@@ -280,28 +281,6 @@ def wrap(
         # PyTorch 2.13.
         replica.broadcast_buffers = False
     return replica
-
-
-def only_running_statistics(model: torch.nn.Module) -> bool:
-    """Return whether all buffers of `model` are running statistics of batch normalization.
-
-    Ranks may differ in such buffers until a call ends, which saves a broadcast in each forward
-    pass.
-    """
-    return all(
-        isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
-        for module in model.modules()
-        if any(True for _ in module.buffers(recurse=False))
-    )
-
-
-def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the buffers of batch normalization in `model`.
-
-    Other buffers may be caches, whose sizes depend on each worker's batches.
-    """
-    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
-    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
 def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -> None:
@@ -336,15 +315,6 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
                 getattr(hook, "__name__", hook),
                 type(state).__name__,
             )
-
-
-def set_grad_flags(module: torch.nn.Module, required: Mapping[str, bool]) -> None:
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(required.get(name, parameter.requires_grad))
-
-
-def grad_flags(module: torch.nn.Module) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 
 def averaged_parameters(model: DistributedDataParallel) -> dict[str, bool]:

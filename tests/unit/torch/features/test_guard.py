@@ -26,7 +26,7 @@ from raysgd.loop.requests import (
 )
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.guard import ReplicaGuard
-from raysgd.torch.wrappers import user_module
+from raysgd.torch.modules import user_module
 from tests.conftest import needs_full_sharding
 from tests.operators import on_gpu, set_sync_mode
 from tests.unit.torch import cases

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
 from raysgd._internal.runner import WorkerContext
+from raysgd.torch.modules import only_running_statistics
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.replicated_exchange import ReplicatedExchange, WrapperExchange
@@ -172,7 +173,7 @@ class Counting(torch.nn.Module):
     ],
 )
 def test_only_running_statistics(layers, expected):
-    assert replicated_model.only_running_statistics(torch.nn.Sequential(*layers)) is expected
+    assert only_running_statistics(torch.nn.Sequential(*layers)) is expected
 
 
 # ---- a wrapped model behaves like its module
