@@ -11,7 +11,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
-from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.buffer_backup import BufferBackup
@@ -49,12 +48,10 @@ class TorchTrainState(TrainState):
         self.collectives = TorchCollectives(device)
         self.precision = PRECISIONS[options.use_fp16](device, options.amp_dtype)
         self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
-        # `register` sets these, in this order. After ``setup``, `models` has wrappers of user code.
+        # `register` sets these too. After ``setup``, `models` has wrappers of user code.
         self.scheduler_step_freq = options.scheduler_step_freq  # or that of a LightningModule
         self.schedulers: list[Any] = []
-        self.placement = StatePlacement()
         self.exchange = GradientExchange()
-        self.accumulation_steps = 1
         self.baseline = SetupBaseline([], self.collectives)
         self.buffer_backup = BufferBackup([], self.collectives)
         self.criteria: list[Any] = []

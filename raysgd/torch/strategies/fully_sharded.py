@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from raysgd.checkpoint.shards import SavedPiece
 from raysgd.loop.state_placement import StatePlacement
@@ -42,11 +41,6 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
     """
 
     def __init__(self, train_state: TorchTrainState, arguments: Mapping[str, Any]) -> None:
-        if not hasattr(FSDPModule, "reset_iter_state"):
-            raise ImportError(
-                'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
-                f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
-            )
         if train_state.micro_batching.batch_norms:
             why = "batch normalization may need fewer parts on some workers"
             train_state.micro_batching.refuse_split(why)

@@ -92,6 +92,11 @@ class ShardedModules:
         dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ImportError(
+                'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
+                f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
+            )
         self.models, self.device = models, device
         reduce_dtype = None if dtype is None else torch.float32
         self._policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
