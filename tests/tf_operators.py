@@ -84,9 +84,9 @@ class Digits(TrainingOperator):
 
 def weights(operator):
     """Return the trainable weights of an operator's model in one vector."""
-    from raysgd.tf.keras import named_arrays
+    from raysgd.tf.keras import arrays_of
 
-    arrays = named_arrays(operator.model.trainable_variables)
+    arrays = arrays_of(operator.model.trainable_variables)
     return np.concatenate([array.ravel() for array in arrays.values()])
 
 

@@ -21,7 +21,7 @@ def overrides(model: Any, name: str) -> bool:
     return getattr(type(model), name) is not getattr(keras.Model, name)
 
 
-def named_arrays(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:
+def arrays_of(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Return copies of variables as arrays, in order. The keys are ``number/name``."""
     return {
         f"{n}/{variable.path}": np.array(variable.numpy()) for n, variable in enumerate(variables)
@@ -29,7 +29,7 @@ def named_arrays(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def set_arrays(variables: Iterable[Any], arrays: Mapping[str, Any]) -> None:
-    """Assign the arrays of `named_arrays` in order, because names may differ between processes."""
+    """Assign the arrays of `arrays_of` in order, because names may differ between processes."""
     for variable, array in zip(variables, arrays.values(), strict=True):
         variable.assign(np.asarray(array))
 
@@ -75,7 +75,7 @@ def to_portable(model: Any) -> dict[str, Any]:
         "architecture": architecture,
         "objects": objects,
         "layers": layer_states(model),
-        "weights": named_arrays(model.weights),
+        "weights": arrays_of(model.weights),
     }
 
 

@@ -10,7 +10,7 @@ from raysgd._internal.arguments import as_dict
 from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.tf.features import KerasOptimization, ReplicaSync
-from raysgd.tf.keras import named_arrays, policy_name
+from raysgd.tf.keras import arrays_of, policy_name
 from raysgd.tf.layer_state import flat_layers
 from raysgd.tf.losses import BatchLosses, compiled_objects, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
@@ -139,6 +139,6 @@ def _find_nonfinite(models: list[Any]) -> list[str]:
     """Return the names of weights that are not trained and not finite, such as masks."""
     untrained = []
     for model in models:
-        named = zip(named_arrays(model.weights).items(), model.weights, strict=True)
+        named = zip(arrays_of(model.weights).items(), model.weights, strict=True)
         untrained.append({name: array for (name, array), w in named if not w.trainable})
     return [*nonfinite_arrays({"models": untrained})]

@@ -10,7 +10,7 @@ import numpy as np
 
 from raysgd._internal.nested import load_or_restore
 from raysgd.loop.state_access import StateAccess, check_objects
-from raysgd.tf.keras import named_arrays, options_of, set_arrays, set_trainable, to_portable
+from raysgd.tf.keras import arrays_of, options_of, set_arrays, set_trainable, to_portable
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
 from raysgd.tf.step_graphs import StepGraphs
 from raysgd.tf.train_state import KerasTrainState
@@ -28,7 +28,7 @@ class KerasStateAccess(StateAccess):
             models = self._train_state.models
             if not only_weights:
                 return list(map(to_portable, models))
-            arrays = [named_arrays(model.weights) for model in models]
+            arrays = [arrays_of(model.weights) for model in models]
         if len(arrays) == 1:
             return arrays
         return [{f"{n}.{key}": a for n, each in enumerate(arrays) for key, a in each.items()}]
@@ -40,10 +40,10 @@ class KerasStateAccess(StateAccess):
     def read(self, frozen: bool = True) -> dict[str, Any]:
         train_state = self._train_state
         return {
-            "models": [named_arrays(model.weights) for model in train_state.models],
+            "models": [arrays_of(model.weights) for model in train_state.models],
             "layers": [layer_states(model) for model in train_state.models],
             "trainable": train_state.trainable_flags(),
-            "optimizers": [named_arrays(each.variables) for each in train_state.optimizers],
+            "optimizers": [arrays_of(each.variables) for each in train_state.optimizers],
         } | ({"not_finite": train_state.not_finite} if train_state.not_finite else {})
 
     def check(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ keras = pytest.importorskip("keras")
 
 from raysgd.metrics import merge_workers  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.keras import named_arrays  # noqa: E402
+from raysgd.tf.keras import arrays_of  # noqa: E402
 
 RNG = np.random.default_rng(0)
 FEATURES = RNG.normal(size=(24, 4)).astype("float32")
@@ -130,8 +130,8 @@ def compared(build, make, data, class_weight=None, operator_cls=Compiled):
         assert found[f"train_{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     parts = list(in_batches(data, 10))
     with operator._train_state.evaluating():
-        for name, array in named_arrays(operator.model.weights).items():
-            np.testing.assert_allclose(array, named_arrays(fitted.weights)[name], atol=1e-5)
+        for name, array in arrays_of(operator.model.weights).items():
+            np.testing.assert_allclose(array, arrays_of(fitted.weights)[name], atol=1e-5)
         merged = merge_workers([operator.validate(iter([part])) for part in parts])
     expected = fitted.evaluate(in_batches(data), return_dict=True, verbose=0)
     for name, value in expected.items():

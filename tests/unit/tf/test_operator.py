@@ -11,7 +11,7 @@ keras = pytest.importorskip("keras")
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.communication import KerasCollectives  # noqa: E402
 from raysgd.tf.features import ReplicaSync  # noqa: E402
-from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
+from raysgd.tf.keras import arrays_of, policy_name  # noqa: E402
 from raysgd.tf.state_access import KerasStateAccess  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
 from tests.tf_operators import Digits, digits, make_model, weights  # noqa: E402
@@ -146,9 +146,9 @@ class OneForTwo(TrainingOperator):
     def change(self, images, labels):
         """Return by how much a step changes each variable."""
         variables = [variable for model in self.models for variable in model.trainable_variables]
-        before = named_arrays(variables)
+        before = arrays_of(variables)
         self.minimize(self.loss_of, images, labels, model=self.models)
-        return [after - before[name] for name, after in named_arrays(variables).items()]
+        return [after - before[name] for name, after in arrays_of(variables).items()]
 
 
 def test_a_new_worker_can_take_over_the_optimizer_of_several_models(build):
