@@ -228,17 +228,7 @@ class Controller:
             self._rescue_state()
         if not self._policy.survivors_stay:
             self._former.discard_all()
-        call, execution = self.record.call, self._supervisor.execution
-        why = ""
-        if execution.has_begun:
-            call.history.num_failures += 1
-            if call.history.num_failures > (most := call.max_failures):
-                why = f"workers were lost in one call more often than max_retries={most}"
-        else:
-            execution.num_early_failures += 1
-            if (number := execution.num_early_failures) > self._policy.elastic.max_attempts:
-                why = f"workers were lost {number} times before the call began"
-        if why:
+        if why := self._supervisor.count_loss():
             self._starter.advance_if_allowed()
             raise self._make_error(why, *next(iter(lost.items())))
 

@@ -149,6 +149,19 @@ class Supervisor:
         self._record.call = call
         self.execution = CallExecution(self._record.progress._replace(held_state=HeldState()))
 
+    def count_loss(self) -> str:
+        """Count a loss of one or several workers. Return why it ends the call, or an empty text."""
+        execution, call = self.execution, self._record.call
+        if execution.has_begun:
+            call.history.num_failures += 1
+            if call.history.num_failures > (most := call.max_failures):
+                return f"workers were lost in one call more often than max_retries={most}"
+        else:
+            execution.num_early_failures += 1
+            if (number := execution.num_early_failures) > self._record.policy.elastic.max_attempts:
+                return f"workers were lost {number} times before the call began"
+        return ""
+
     def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Let the components observe the group, without waiting.
 
