@@ -85,7 +85,7 @@ class Controller:
         arguments = (*created.values(), sys.path)
         self.record = record = GroupRecord(group, policy)
         self.events, self._backend = record.events, backend
-        self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(group), SpeedMonitor(group)
+        self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(record), SpeedMonitor(group)
         self._rpc = rpc = GroupRpc(record, self._check_open, timeout_s)
         self._preemption = preemption = PreemptionMonitor(record)
         self._starter = starter = WorkerStarter(record, preemption, arguments, timeout_s)
@@ -196,7 +196,7 @@ class Controller:
         if leaving:
             former.collect_metrics(self.members)
         if leaving or policy.rescues_state:
-            self._rescue_state()
+            self.snapshots.rescue(self._rpc)
         return self._restart()
 
     def _restart(self) -> AttemptResult:
@@ -214,10 +214,6 @@ class Controller:
         self.state = "ready"
         return AttemptResult(is_ready=True)
 
-    def _rescue_state(self) -> None:
-        """Replace the snapshot with the state of the workers."""
-        self.record.set_progress(self.snapshots.rescue(self._rpc))
-
     def _remove_lost(self, lost: LostWorkers) -> None:
         """Remove lost workers from the group. Raise an error if the call tolerates no more."""
         for member, error in lost.items():
@@ -225,7 +221,7 @@ class Controller:
             self._starter.expect_replacement(member)
             self._group.discard(member)
         if self._policy.rescues_state:
-            self._rescue_state()
+            self.snapshots.rescue(self._rpc)
         if not self._policy.survivors_stay:
             self._former.discard_all()
         if why := self._supervisor.count_loss():

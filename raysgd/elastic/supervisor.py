@@ -199,7 +199,7 @@ class Supervisor:
         replay = self._find_replay()
         execution.has_begun |= replay is None
         if self._preemption.must_save and call.can_pause:
-            self._record.set_progress(self._snapshots.rescue(self._rpc))
+            self._snapshots.rescue(self._rpc)
             self._preemption.note_saved()
             execution.needs_goal = execution.saves_soon = True
         execution.attempt = None

@@ -44,7 +44,8 @@ def at(step):
 
 
 def make_keeper(num_members):
-    return SnapshotKeeper(SimpleNamespace(members=[None] * num_members))
+    group = SimpleNamespace(members=[None] * num_members)
+    return SnapshotKeeper(SimpleNamespace(group=group, set_progress=lambda progress: None))
 
 
 @pytest.fixture
