@@ -36,8 +36,9 @@ class UpdateFeature:
     Besides its own hooks and attributes, a feature may use:
 
     - The methods of the update. It may exchange held metrics, call `mark_bad` before an update that
-      must not be applied, begin and end steps in `optimizer_steps`, and call `set_damaged` if it
-      cannot restore what has changed. `LossWeights.set_total_items` is for exchanges that count.
+      must not be applied, and begin and end steps in `optimizer_steps`.
+      `LossWeights.set_total_items` is for exchanges that count.
+    - The training state. It sets `is_damaged` if it cannot restore what has changed.
     - The buffers. It may write their copies back if an update is not applied, and take
       new copies after it has changed buffers.
     - The optimizers. It may register hooks of their steps, for what the updates themselves do.

@@ -12,9 +12,9 @@ WarmedUp                 The gradients are computed. `Loop.warm_up` restores the
 another error            The driver raises it, or repeats the call without lost workers.
 =======================  ==========================================================================
 
-If a failed update changed something that no feature can restore, ``update.is_damaged`` is set. The
-worker then needs the state of another worker or of a snapshot. Without either, training raises an
-error until a checkpoint is loaded.
+If a failed update changed something that no feature can restore, ``is_damaged`` is set in the
+training state. The worker then needs the state of another worker or of a snapshot. Without either,
+training raises an error until a checkpoint is loaded.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ class MicroBatching(UpdateFeature):
     update, and uses the helpers of raysgd for gradients and updates.
     """
 
-    def __init__(self, settings: WorkerSettings, update: Update) -> None:
-        self._settings, self._update = settings, update
+    def __init__(self, train_state: Any) -> None:
+        self._train_state = train_state  # a `TrainState`, whose module imports this one
+        self._settings: WorkerSettings = train_state.settings
         self.why_not_split: str | None = None  # why batches must not be split
         self.num_splits = 1  # micro-batches per batch; more than 1 after memory ran out
 
@@ -40,7 +41,7 @@ class MicroBatching(UpdateFeature):
         if fixed_by := self._settings.options.layout.fixed_by:
             raise RuntimeError(f"{why}. With {fixed_by}, {remedy}")
         self.why_not_split = self.why_not_split or why
-        if self._update.is_split:
+        if self._train_state.update.is_split:
             raise IndivisibleError(why)
 
     def begin_update(self, update: Update) -> None:

@@ -15,7 +15,7 @@ models, optimizers, schedulers,  3     2        1        `StateAccess.load`, or 
 buffers                          3     3        2        `StateAccess.load`, `UpdateFeature.receive`
 shards of models, optimizers     4     4        0 a      `StatePlacement.load_shards`, the same hook
 ``why_not_split``                      1        0 a      `MicroBatching.refuse_split`
-``is_damaged``                         1        4        `Update.set_damaged`
+``is_damaged``                         1        4        `TrainState.is_damaged`
 ``call``                         5 s   1        7 a      `MetricsRecorder.continue_call`
 ``batching``                     6 s   1        0, 8 a   `DataSources.set_batch_size`
 ``module_modes``                 7 s   1        5        `StateAccess.set_module_modes`
@@ -94,7 +94,7 @@ def _small_entries(loop: Loop) -> dict[str, Any]:
         "module_modes": loop.state_access.module_modes(),
         "fingerprint": train_state.data.fingerprint(),
         "why_not_split": train_state.micro_batching.why_not_split,
-        "is_damaged": train_state.update.is_damaged,
+        "is_damaged": train_state.is_damaged,
     }
 
 
@@ -121,7 +121,7 @@ def load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     loop.state_access.copy_from(leader_rank, follows)
     if follows:
         loop.operator.load_state_dict(state["operator"])
-        train_state.update.set_damaged(state["is_damaged"])
+        train_state.is_damaged = state["is_damaged"]
         loop.state_access.set_module_modes(state["module_modes"])
     if is_leader:
         return None
@@ -154,12 +154,12 @@ def load_state(loop: Loop, state: dict[str, Any], incoming: IncomingValue | None
             old, new = map_leaves(operator.state_dict(), train_state.copy_leaf), state["operator"]
             undoing.enter_context(load_or_restore(operator, old, new, "operator"))
         if incoming is not None and incoming.targets:
-            train_state.update.set_damaged(True)
+            train_state.is_damaged = True
             incoming.receive()
         state_access.load(state)
-        train_state.update.set_damaged(True)  # until the shards of these models are loaded
+        train_state.is_damaged = True  # until the shards of these models are loaded
         train_state.placement.load_shards(state)
-    train_state.update.set_damaged(False)
+    train_state.is_damaged = False
     loop.source.discard_unread()
     loop.snapshots.clear()
     if "call" in state:  # the state is a snapshot, from which the call continues

@@ -115,6 +115,7 @@ class TrainState(ABC):
         self.read_speed: Callable[[], float] = float
         """Returns the samples per second of this worker; 0 if unknown. Another thread calls it."""
         self.lacks_state = False  # joins the group, and does not have its state yet
+        self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.position = Position(seed)
         self.call = WorkerCall()  # the newest one
         # Of the segment in progress. The next segment resets them.
@@ -247,7 +248,7 @@ class TrainState(ABC):
 
     def check_undamaged(self) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
-        if self.update.is_damaged:
+        if self.is_damaged:
             raise RuntimeError(
                 f"The step after step {self.position.global_step} failed after it had changed some "
                 "parameters: an optimizer raised within its step, or train_batch changed them "
@@ -298,9 +299,9 @@ class TrainState(ABC):
         with (
             self.generators.preserving(),
             preserving(operator, [self, *self.features]),
-            preserving(self),
+            self.restoring_models(),  # which may find out that this state is damaged
             preserving(self.position),
-            self.restoring_models(),
+            preserving(self),
         ):
             yield
 
@@ -330,5 +331,5 @@ class TrainState(ABC):
     def held_state(self) -> HeldState:
         """What this worker has of the state. Another thread may read it."""
         held_state = self.placement.held_state
-        is_damaged = self.update.is_damaged and held_state.condition == "good"
+        is_damaged = self.is_damaged and held_state.condition == "good"
         return held_state._replace(condition="damaged") if is_damaged else held_state

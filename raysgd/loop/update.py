@@ -94,7 +94,6 @@ class Update:
         self.has_logical_workers = has_logical_workers
         """Whether workers add up gradients and counts of parts, and average neither. The commit
         gives each worker the metrics of all workers, and the update counts then."""
-        self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.loss_weights = LossWeights(self)
         self.optimizer_steps = OptimizerSteps(self)
         self.close()
@@ -176,10 +175,6 @@ class Update:
     def mark_bad(self, bad_step: BadStep) -> None:
         """Let the update count without being applied, for a reason in this record."""
         self.bad_step = bad_step
-
-    def set_damaged(self, is_damaged: bool) -> None:
-        """Record whether the state has changes that no feature can restore."""
-        self.is_damaged = is_damaged
 
     def begin_warm_up(self) -> None:
         """Let the updates end before an optimizer steps."""

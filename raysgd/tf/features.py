@@ -142,7 +142,7 @@ class KerasOptimization(UpdateFeature):
             variable.assign(value)
         steps = update.optimizer_steps
         if not self._copies and (steps.counts or steps.running_optimizer is not None):
-            update.set_damaged(True)
+            self._train_state.is_damaged = True
         self._accumulated, self._copies = {}, {}
 
     @contextlib.contextmanager

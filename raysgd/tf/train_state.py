@@ -35,7 +35,7 @@ class KerasTrainState(TrainState):
         super().__init__(settings, settings.options.seed)
         self.data = KerasSources(settings, self.position.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
-        self.micro_batching = MicroBatching(settings, self.update)
+        self.micro_batching = MicroBatching(self)
         self.generators = KerasRandomGenerators(self)
         self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training

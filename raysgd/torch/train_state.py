@@ -47,7 +47,7 @@ class TorchTrainState(TrainState):
         self.generators = TorchRandomGenerators()
         self.collectives = TorchCollectives(device)
         self.precision = PRECISIONS[options.use_fp16](device, options.amp_dtype)
-        self.micro_batching = TorchMicroBatching(settings, self.update, lambda: self.models)
+        self.micro_batching = TorchMicroBatching(self)
         # `register` sets these too. After ``setup``, `models` has wrappers of user code.
         self.scheduler_step_freq = options.scheduler_step_freq  # or that of a LightningModule
         self.schedulers: list[Any] = []

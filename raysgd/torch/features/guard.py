@@ -238,7 +238,7 @@ class ReplicaGuard(UpdateFeature):
             self._problem = message
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
-                train_state.update.set_damaged(True)
+                train_state.is_damaged = True
             # Wait until all know it, because the driver interrupts the others if one raises.
             train_state.collectives.barrier()
             raise ReplicasDifferError(message, ranks=minority)

@@ -2,8 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raysgd.data.partition import MicroBatchPlan, part_bounds
 from raysgd.data.source import ReadBatch
 from raysgd.loop.micro_batching import MicroBatching, SplitBatch
-from raysgd.loop.update import Update
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.options import TorchSettings
 
-Models: TypeAlias = Callable[[], Sequence[torch.nn.Module]]
 _MESSAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
 """Messages that identify errors without their own class."""
 _NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, because {}."
@@ -30,14 +27,10 @@ class TorchMicroBatching(MicroBatching):
     _num_samples: float = 0
     """Samples of the current batch; 0 if unknown."""
 
-    def __init__(self, settings: TorchSettings, update: Update, models: Models) -> None:
-        super().__init__(settings, update)
-        self._models = models
-
     @functools.cached_property
     def batch_norms(self) -> set[type[torch.nn.Module]]:
         """Types of batch normalization in the models."""
-        modules = (module for model in self._models() for module in model.modules())
+        modules = (module for model in self._train_state.models for module in model.modules())
         return {type(module) for module in modules if isinstance(module, _BatchNorm)}
 
     @property
@@ -84,7 +77,7 @@ class TorchMicroBatching(MicroBatching):
             why_not = why_not or (too_few if rows else "the batch cannot be split")
         if not may_split:
             why_not = why_not or "train_epoch is not the default one"
-        if self._update.is_damaged:
+        if self._train_state.is_damaged:
             why_not = why_not or "memory ran out within the step of an optimizer"
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))

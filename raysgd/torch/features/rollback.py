@@ -71,7 +71,7 @@ class Rollback(UpdateFeature):
         if update.bad_step is not None:
             # What train_batch changed before the update. Schedules continue.
             self._restore(self._versions, update, self._backups if self._has_copies else ())
-            if update.is_damaged:
+            if self._train_state.is_damaged:
                 raise RuntimeError(
                     "A bad step cannot be undone, because train_batch changed parameters before "
                     "the update for the first time. Load a checkpoint: trainer.load(path)."
@@ -99,7 +99,7 @@ class Rollback(UpdateFeature):
         is_running = not self._has_copies and update.optimizer_steps.running_optimizer is not None
         # An optimizer may change its state before parameters.
         if (changed or is_running) and not self._is_sharded:
-            update.set_damaged(True)
+            self._train_state.is_damaged = True
 
 
 def backup_schedulers(schedulers: Sequence[Any]) -> Callable[[], None]:

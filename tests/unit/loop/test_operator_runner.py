@@ -108,6 +108,20 @@ def test_warm_up_that_fails_is_a_warning(caplog):
     assert runner.operator.trained == EPOCH
 
 
+def test_warm_up_that_changes_parameters_damages_the_state():
+    class Changing(Recorder):
+        def train_batch(self, batch, batch_info):
+            with torch.no_grad():
+                self.model[0].weight.add_(1)
+            return super().train_batch(batch, batch_info)
+
+    runner = make_runner(Changing)
+    train_state = runner.operator._train_state
+    train_state.set_features([*train_state.features, WarmedUp()])
+    runner.warm_up()
+    assert train_state.held_state.condition == "damaged"
+
+
 class Once(Streaming):
     """Iterators that can be read only once."""
 
@@ -167,7 +181,7 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert other.operator.trained == EPOCH[24:]
     runner._train_state.placement.held_state = HeldState(is_complete=False)  # only its shard
     assert [runner.restart_state(number) is None for number in (1, 2)] == [False, True]
-    runner._train_state.update.set_damaged(True)
+    runner._train_state.is_damaged = True
     assert runner.restart_state() is None
     requests = [TrainRequest(call_number=8, until_epoch=1), ValidateRequest(call_number=9)]
     requests += [PredictRequest(loader=[torch.ones(1, 1)]), StateRequest(frozen=True)]

@@ -86,7 +86,7 @@ def test_parameters_frozen_as_the_step_begins_are_restored():
     stepped(steps.optimizers[0])
     steps.discard()
     assert parameter.tolist() == before
-    assert not steps.step.is_damaged
+    assert not steps.rollback._train_state.is_damaged
 
 
 def test_copies_for_a_first_bad_step_are_released():
@@ -162,7 +162,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
     if changes:
         frozen.weight.add_(1)
     steps.discard()
-    assert steps.step.is_damaged == changes
+    assert steps.rollback._train_state.is_damaged == changes
 
 
 def test_parameters_that_steps_move_before_the_update_are_restored():
@@ -183,7 +183,7 @@ def test_parameters_that_steps_move_before_the_update_are_restored():
     move()
     steps.discard()
     assert parameter.tolist() == [1, 1]
-    assert not steps.step.is_damaged
+    assert not steps.rollback._train_state.is_damaged
 
 
 def test_parameter_of_two_optimizers_is_restored():
@@ -194,7 +194,7 @@ def test_parameter_of_two_optimizers_is_restored():
         stepped(optimizer)
     steps.discard()
     assert shared.tolist() == [1, 1]
-    assert not steps.step.is_damaged
+    assert not steps.rollback._train_state.is_damaged
 
 
 # ---- options and schedulers that train_batch changes before a failure

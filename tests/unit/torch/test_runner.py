@@ -132,7 +132,7 @@ def test_copy_has_the_marks_and_modes_of_the_leader():
     runner._train_state.collectives.broadcast = lambda make, rank: {**make(), **sent}
     runner._hosted_loop.state_access.copy_from = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
-    assert runner._train_state.update.is_damaged
+    assert runner._train_state.is_damaged
     assert runner._train_state.micro_batching.why_not_split == "why"
     assert runner._hosted_loop.state_access.module_modes() == modes
 

@@ -230,7 +230,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
                     0 if point == "validation" else num_steps
                 )
             operator.hook = lambda where: None
-            if operator._train_state.update.is_damaged:
+            if operator._train_state.is_damaged:
                 assert point == "in the update" or updates * num_models > 1
                 restore(trainer, before)
             operator = trainer.get_local_operator()  # a restart replaces the operator

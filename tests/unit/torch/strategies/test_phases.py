@@ -134,6 +134,6 @@ def test_features_train_alike_in_every_order_that_their_pairs_allow(process_grou
         operator.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             runner.handle(TrainRequest(call_number=1, until_step=3))
-        found = f"{state.update.is_damaged} {operator.model.state_dict()}"
+        found = f"{state.is_damaged} {operator.model.state_dict()}"
         results.add(re.sub(r"workers_\d+", "", found))  # the name of a generation
     assert len(results) == 1
