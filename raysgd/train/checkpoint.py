@@ -81,7 +81,8 @@ class Checkpoint:
         if isinstance(data, str | os.PathLike):  # as in Ray
             data, path = None, data
         self._data = data
-        self._path = None if path is None else as_path("checkpoint", path)
+        self.path = None if path is None else str(as_path("checkpoint", path))
+        """Path of the folder or file. None if the checkpoint is in memory."""
         self._blob = blob
 
     # ---- create
@@ -118,11 +119,6 @@ class Checkpoint:
 
     # ---- read
 
-    @property
-    def path(self) -> str | None:
-        """Path of the checkpoint's folder or file. None if the checkpoint is in memory."""
-        return None if self._path is None else str(self._path)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the values. Raise CheckpointError if the file is missing or damaged.
 
@@ -130,14 +126,14 @@ class Checkpoint:
         """
         if self._data is not None:
             return dict(self._data)
-        if self._path is None:
+        if self.path is None:
             return {} if self._blob is None else dict(pickle.loads(self._blob))
-        if not self._path.is_dir():
-            state = load_checkpoint_from_path(self._path)
+        if not os.path.isdir(self.path):
+            state = load_checkpoint_from_path(self.path)
             if not isinstance(state, Mapping):
                 raise TypeError(f"{self} has a {type(state).__name__}: it must have a dict.")
             return state
-        files = _read_folder(self._path)
+        files = _read_folder(self.path)
         return pickle.loads(files[_DICT]) if files.keys() == {_DICT} else {_FILES: files}
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -158,8 +154,8 @@ class Checkpoint:
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
         """Yield the path of the checkpoint as a folder. Remove a temporary folder afterwards."""
-        if self._path is not None and self._path.is_dir():
-            yield str(self._path)
+        if self.path is not None and os.path.isdir(self.path):
+            yield self.path
             return
         with tempfile.TemporaryDirectory(prefix="checkpoint_", ignore_cleanup_errors=True) as path:
             yield self.to_directory(path)
@@ -185,14 +181,14 @@ class Checkpoint:
         self.set_metadata({**self.get_metadata(), **metadata})
 
     def __repr__(self) -> str:
-        where = "in memory" if self._path is None else f"path={str(self._path)!r}"
+        where = "in memory" if self.path is None else f"path={self.path!r}"
         return f"Checkpoint({where})"
 
     def __reduce__(self) -> Any:
         return Checkpoint, (self.to_dict(),)
 
 
-def _read_folder(folder: Path) -> dict[str, bytes]:
+def _read_folder(folder: str) -> dict[str, bytes]:
     """Return the contents of the files of a folder, by relative name. Follow links."""
     folders = os.walk(folder, followlinks=True)
     paths = [Path(parent, name) for parent, _, names in folders for name in names]
