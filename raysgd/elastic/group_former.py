@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from raysgd._internal.progress import Progress
 from raysgd.cluster.large_values import offering
@@ -47,48 +47,44 @@ _LOG_WAIT_EVERY_S = 30.0
 _START_INTERVAL_S = 0.01
 
 
+@dataclass(eq=False)
 class GroupFormer:
-    """Moves workers into new generations.
+    """Moves workers into new generations."""
 
-    `on_start` is called after all workers have started, before they load a snapshot.
-    """
+    record: GroupRecord
+    rpc: GroupRpc
+    starter: WorkerStarter
+    snapshots: SnapshotKeeper
+    share_balancer: ShareBalancer
+    backend: CollectiveBackend | None
+    on_start: Callable[[], None]
+    """Called after all workers have started, before they load a snapshot."""
+    _num_failed_rejoins: int = 0  # in a row, while all workers were alive
 
-    def __init__(
-        self,
-        record: GroupRecord,
-        rpc: GroupRpc,
-        starter: WorkerStarter,
-        snapshots: SnapshotKeeper,
-        share_balancer: ShareBalancer,
-        backend: CollectiveBackend | None,
-        on_start: Callable[[], None],
-    ) -> None:
-        self._group, self._record, self._policy = record.group, record, record.policy
-        self._rpc, self._starter, self._snapshots = rpc, starter, snapshots
-        self._share_balancer, self._backend, self._on_start = share_balancer, backend, on_start
-        self._num_failed_rejoins = 0  # in a row, while all workers were alive
+    def __post_init__(self) -> None:
+        self.group, self.policy = self.record.group, self.record.policy
 
     # ---- rejoins
 
     def rejoin(self) -> AttemptResult:
         """Form the next generation of the members, and of replacement workers that are ready."""
-        began = self._group.clock.monotonic()
+        began = self.group.clock.monotonic()
         if lost := self._await_unreturned():
             return AttemptResult(lost=self._discard_lost(lost))
-        joining, leaving = self._starter.membership_changes()
-        progress, lost = self._rpc.probe_or_kill([*self._group.members, *joining])
+        joining, leaving = self.starter.membership_changes()
+        progress, lost = self.rpc.probe_or_kill([*self.group.members, *joining])
         if lost:
             return AttemptResult(lost=self._discard_lost(lost))
-        self._share_balancer.observe(progress)
-        of_members = {member: progress[member] for member in self._group.members}
+        self.share_balancer.observe(progress)
+        of_members = {member: progress[member] for member in self.group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
-        self._record.set_progress(progress[leader])
+        self.record.set_progress(progress[leader])
         if self._lacks_good_state(progress[leader]):
             return self._give_up_state("a failed step has changed the parameters of all workers")
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
         self._rescue_shards(staying)
-        next_members = self._group.sort_by_node([*staying, *joining])
+        next_members = self.group.sort_by_node([*staying, *joining])
         attempt = self._join(next_members, next_members.index(leader))
         if any(each.progress.held_state.condition == "lost" for each in attempt.outcomes.values()):
             return self._give_up_state("all copies of some shards of the state are lost")
@@ -99,7 +95,7 @@ class GroupFormer:
 
     def _await_unreturned(self) -> LostWorkers:
         """Wait for workers that are busy with a failed call. Return the lost ones."""
-        rpc, supports_live_join = self._rpc, self._policy.supports_live_join
+        rpc, supports_live_join = self.rpc, self.policy.supports_live_join
         # A worker that holds the GIL receives its interruption late.
         _, silent = rpc.probe_or_kill(rpc.unreturned if supports_live_join else ())
         patience_s = _STRAGGLER_S if supports_live_join else _RESTART_STRAGGLER_S
@@ -121,8 +117,8 @@ class GroupFormer:
 
     def _give_up_state(self, why: str) -> AttemptResult:
         """Stop all workers, because none has a usable state."""
-        if not (self._policy.keeps_snapshots or self._record.call.replaces_state):
-            raise self._record.make_error(f"{why}, {NO_SNAPSHOT}")
+        if not (self.policy.keeps_snapshots or self.record.call.replaces_state):
+            raise self.record.make_error(f"{why}, {NO_SNAPSHOT}")
         logger.warning(
             "All workers restart from the snapshot, or from setup() without one: %s.", why
         )
@@ -132,39 +128,39 @@ class GroupFormer:
     def _lacks_good_state(self, of_leader: Progress) -> bool:
         """Return whether the newest state is damaged, and all workers can restart from another."""
         # Without a snapshot, remote workers start again from `setup`.
-        has_other = self._snapshots.receive() or not self._group.options.is_inline
-        may_restart = self._policy.keeps_snapshots and not self._record.call.replaces_state
+        has_other = self.snapshots.receive() or not self.group.options.is_inline
+        may_restart = self.policy.keeps_snapshots and not self.record.call.replaces_state
         return of_leader.held_state.condition == "damaged" and has_other and may_restart
 
     def _rescue_shards(self, staying: Sequence[WorkerHandle]) -> None:
         """Copy shards of the workers that leave to one that stays, if there may be no others."""
-        if policies.may_have_only_copy(self._record.progress):
-            leaving = [member for member in self._group.members if member not in staying]
-            for outcome in self._rpc.send_to_idle(leaving, ExportShardsRequest()).values():
+        if policies.may_have_only_copy(self.record.progress):
+            leaving = [member for member in self.group.members if member not in staying]
+            for outcome in self.rpc.send_to_idle(leaving, ExportShardsRequest()).values():
                 if (shards := outcome.unpack()) is not None:
-                    self._rpc.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
+                    self.rpc.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
 
     def _replace_members(
         self, next_members: Sequence[WorkerHandle], joining: Sequence[WorkerHandle], began: float
     ) -> None:
         """Make a new generation the group, and release the workers that leave."""
-        leaving = [member for member in self._group.members if member not in next_members]
-        self._group.members[:] = next_members
-        self._record.ranks = {member: rank for rank, member in enumerate(next_members)}
-        self._starter.forget_joined(joining)
-        seconds = self._group.clock.monotonic() - began
+        leaving = [member for member in self.group.members if member not in next_members]
+        self.group.members[:] = next_members
+        self.record.ranks = {member: rank for rank, member in enumerate(next_members)}
+        self.starter.forget_joined(joining)
+        seconds = self.group.clock.monotonic() - began
         self.collect_metrics(leaving)
-        self._group.discard(*leaving)
+        self.group.discard(*leaving)
         cause = "; ".join(f"a worker has left {member.name}" for member in leaving)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
-        self._record.add_event(kind, joining or next_members, cause=cause, seconds=seconds)
+        self.record.add_event(kind, joining or next_members, cause=cause, seconds=seconds)
 
     def collect_metrics(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
-        call = self._record.call
+        call = self.record.call
         if call.leaving_metrics_request is None or not members:
             return
-        outcomes = self._rpc.send_to_idle(members, call.leaving_metrics_request, ANSWER_S)
+        outcomes = self.rpc.send_to_idle(members, call.leaving_metrics_request, ANSWER_S)
         call.history.leaving_outcomes += [e for e in outcomes.values() if e.unpack() is not None]
         call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
@@ -172,65 +168,65 @@ class GroupFormer:
 
     def restart(self, min_workers: int) -> None:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
-        began, is_first = self._group.clock.monotonic(), self._record.is_first_start
-        why = "; ".join(f"a worker has left {member.name}" for member in self._group.preempted())
-        num_before = len(self._group.members)
-        self._group.discard(*self._group.members)
-        self._starter.begin_start()
+        began, is_first = self.group.clock.monotonic(), self.record.is_first_start
+        why = "; ".join(f"a worker has left {member.name}" for member in self.group.preempted())
+        num_before = len(self.group.members)
+        self.group.discard(*self.group.members)
+        self.starter.begin_start()
         while not self._start_group(min_workers):
             pass  # the next attempt replaces the lost workers
-        members = self._group.members
+        members = self.group.members
         if is_first:
-            self._record.add_event("started", members)
+            self.record.add_event("started", members)
             return
         has_grown = 0 < num_before < len(members)
         kind: EventKind = "grown" if has_grown else "restarted"
         if why and len(members) >= num_before:
             kind = "moved"
-        seconds = self._group.clock.monotonic() - began
+        seconds = self.group.clock.monotonic() - began
         concerned = members[num_before:] if has_grown else members
-        self._record.add_event(kind, concerned, cause=why, seconds=seconds)
+        self.record.add_event(kind, concerned, cause=why, seconds=seconds)
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
-        num_members, starting = len(self._group.members), not self._group.members
+        num_members, starting = len(self.group.members), not self.group.members
         missing = format_shortage(num_members, min_workers)
         deadline, num_waits, enough_at = 0.0, 0, math.inf
         while True:
-            self._rpc.check_open()
-            self._starter.advance(starting)
-            if starting and (error := self._starter.error) is not None:
-                if isinstance(error, WorkerLostError) and self._record.call.history.causes:
-                    raise self._record.make_error(str(error), cause=error)
+            self.rpc.check_open()
+            self.starter.advance(starting)
+            if starting and (error := self.starter.error) is not None:
+                if isinstance(error, WorkerLostError) and self.record.call.history.causes:
+                    raise self.record.make_error(str(error), cause=error)
                 raise error
-            now = self._group.clock.monotonic()
-            if num_members + len(self._starter.ready_workers()) >= min_workers:
+            now = self.group.clock.monotonic()
+            if num_members + len(self.starter.ready_workers()) >= min_workers:
                 enough_at = min(enough_at, now)
-                if now >= enough_at + self._starter.grace_s():
+                if now >= enough_at + self.starter.grace_s():
                     return
-            is_short = num_members + self._starter.num_started() < min_workers
-            if is_short and now >= deadline and not self._group.notices.is_ray_silent():
-                room, error = self._group.describe_demand(), self._starter.error
+            is_short = num_members + self.starter.num_started() < min_workers
+            if is_short and now >= deadline and not self.group.notices.is_ray_silent():
+                room, error = self.group.describe_demand(), self.starter.error
                 failure = f"{missing}, and replacements fail: {error}"
-                if num_waits == self._policy.elastic.max_attempts:
+                if num_waits == self.policy.elastic.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
-                    raise self._record.make_error(failure if error else why, cause=error)
-                wait_s = policies.backoff_s(num_waits, self._policy.elastic)
+                    raise self.record.make_error(failure if error else why, cause=error)
+                wait_s = policies.backoff_s(num_waits, self.policy.elastic)
                 cause = failure if error else f"{missing}, and {room}"
-                self._record.add_event("waiting", [], cause=cause, seconds=wait_s)
+                self.record.add_event("waiting", [], cause=cause, seconds=wait_s)
                 deadline, num_waits = now + wait_s, num_waits + 1
-            self._group.clock.sleep(_START_INTERVAL_S if starting else FAST_POLL_S)
+            self.group.clock.sleep(_START_INTERVAL_S if starting else FAST_POLL_S)
 
     def _start_group(self, min_workers: int) -> bool:
         """Wait for workers, and form a group of them. Return whether none was lost."""
         self.await_workers(min_workers)
-        joining = self._starter.ready_workers()
-        _, lost = self._rpc.probe_or_kill(joining)
+        joining = self.starter.ready_workers()
+        _, lost = self.rpc.probe_or_kill(joining)
         if lost:
             self._discard_lost(lost)
             return False
-        members = self._group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
-        self._record.ranks = {member: rank for rank, member in enumerate(members)}
+        members = self.group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
+        self.record.ranks = {member: rank for rank, member in enumerate(members)}
         progress = Progress()
         for attempt in self._start_phases(members):
             if attempt.has_failed:
@@ -238,27 +234,27 @@ class GroupFormer:
                 return False
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of workers that left.
-        self._record.set_progress(progress)
-        step, results = progress.position.global_step, self._record.call.history.leaving_outcomes
+        self.record.set_progress(progress)
+        step, results = progress.position.global_step, self.record.call.history.leaving_outcomes
         results[:] = [each for each in results if each.progress.position.global_step <= step]
-        self._starter.forget_joined(members)
-        if not self._starter.may_join_later:
-            self._starter.discard_pending()
+        self.starter.forget_joined(members)
+        if not self.starter.may_join_later:
+            self.starter.discard_pending()
         return True
 
     def _start_phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
         """Start a group, and yield the attempt of each phase."""
-        leader = None if self._starter.sets_up_together else 0
+        leader = None if self.starter.sets_up_together else 0
         if leader is not None:  # the other workers get the snapshot from the leader
             yield from self._load_snapshot(members[:1])
         yield self._join(members, leader)
-        self._group.members[:] = members
-        self._on_start()
+        self.group.members[:] = members
+        self.on_start()
         if leader is None:
             yield from self._load_snapshot(members)
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
-        state = None if self._record.call.replaces_state else self._snapshots.load()
+        state = None if self.record.call.replaces_state else self.snapshots.load()
         if state is None:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
@@ -272,42 +268,42 @@ class GroupFormer:
         if not attempt.lost:
             raise attempt.make_error()
         # Replace processes that `_on_start` may have changed, or that can join only one group.
-        are_used = bool(self._group.members) or not self._policy.process_can_rejoin
-        self._group.members.clear()
-        _, lost = self._rpc.probe_or_kill([m for m in members if m not in attempt.lost])
+        are_used = bool(self.group.members) or not self.policy.process_can_rejoin
+        self.group.members.clear()
+        _, lost = self.rpc.probe_or_kill([m for m in members if m not in attempt.lost])
         self._discard_lost(attempt.lost | lost)
         if are_used:
-            self._starter.discard_pending(members)
-        self._record.generation += 1  # a late interruption of this one must not reach later work
+            self.starter.discard_pending(members)
+        self.record.generation += 1  # a late interruption of this one must not reach later work
 
     # ---- both
 
     def discard_all(self) -> None:
         """Stop all members and replacement workers."""
-        self._starter.discard_pending()
-        self._group.discard(*self._group.members)
+        self.starter.discard_pending()
+        self.group.discard(*self.group.members)
 
     def _discard_lost(self, lost: LostWorkers) -> LostWorkers:
         """Discard lost pending workers. Return the lost members."""
-        return {m: e for m, e in lost.items() if not self._starter.discard_failed(m, e)}
+        return {m: e for m, e in lost.items() if not self.starter.discard_failed(m, e)}
 
     def _join(self, members: Sequence[WorkerHandle], leader: int | None) -> Attempt:
         """Move workers into the next generation, with the state of rank `leader`.
 
         Without a leader, they run their setup.
         """
-        self._record.generation += 1
+        self.record.generation += 1
         assigned = policies.assign_contexts(
             [member.location for member in members],
-            generation=self._record.generation,
-            distributed=self._backend is not None,
-            num_cpus=self._group.options.num_cpus,
+            generation=self.record.generation,
+            distributed=self.backend is not None,
+            num_cpus=self.group.options.num_cpus,
         )
-        shares = self._share_balancer.configured_for(members)
+        shares = self.share_balancer.configured_for(members)
         contexts = {m: replace(c, shares=shares) for m, c in zip(members, assigned, strict=True)}
-        rendezvous = self._backend and self._backend.prepare([m.location.node_ip for m in members])
+        rendezvous = self.backend and self.backend.prepare([m.location.node_ip for m in members])
         if leader is None:
-            self._starter.record_set_up(contexts)
+            self.starter.record_set_up(contexts)
             futures = {m: m.submit_work(Worker.set_up, c, rendezvous) for m, c in contexts.items()}
             attempt = self._await_phase(futures, "set up")
         else:
@@ -317,29 +313,29 @@ class GroupFormer:
             attempt = self._await_phase(futures, "join a new generation")
         if not attempt.has_failed:
             self._num_failed_rejoins = 0
-            if self._backend is not None:
-                self._backend.release_rendezvous()
+            if self.backend is not None:
+                self.backend.release_rendezvous()
         return attempt
 
     def _await_phase(self, futures: Mapping[WorkerHandle, Future[Outcome]], task: str) -> Attempt:
         """Wait for one phase of a start or a rejoin, up to `timeout_s`."""
-        attempt, timeout_s = Attempt(futures, self._group.clock), self._rpc.timeout_s
-        now = self._group.clock.monotonic
+        attempt, timeout_s = Attempt(futures, self.group.clock), self.rpc.timeout_s
+        now = self.group.clock.monotonic
         deadline, log_at = now() + timeout_s, now() + _LOG_WAIT_EVERY_S
         is_late = False
         while attempt.is_running and not is_late:
             attempt.collect(POLL_S)
-            self._rpc.check_open()
+            self.rpc.check_open()
             if now() > log_at:
                 log_at += _LOG_WAIT_EVERY_S
-                waiting = list_ranks(self._record.ranks, attempt.pending)
+                waiting = list_ranks(self.record.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, task)
-            is_late = now() > deadline and not self._group.is_cut_off()
-        waiting = list_ranks(self._record.ranks, attempt.pending)
+            is_late = now() > deadline and not self.group.is_cut_off()
+        waiting = list_ranks(self.record.ranks, attempt.pending)
         if is_late or attempt.has_failed:
-            if self._backend is not None:
-                self._backend.close()  # wakes workers that still wait for each other
-            self._rpc.interrupt_failed(attempt)
+            if self.backend is not None:
+                self.backend.close()  # wakes workers that still wait for each other
+            self.rpc.interrupt_failed(attempt)
         if is_late:
             raise WorkerTimeoutError(
                 f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."

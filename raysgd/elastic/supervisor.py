@@ -126,39 +126,37 @@ class CallExecution:
     """Whether callbacks save soon with that goal."""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Runs attempts at the running call."""
 
-    def __init__(
-        self,
-        record: GroupRecord,
-        rpc: GroupRpc,
-        starter: WorkerStarter,
-        preemption: PreemptionMonitor,
-        snapshots: SnapshotKeeper,
-        share_balancer: ShareBalancer,
-        speed: SpeedMonitor,
-    ) -> None:
-        self._group, self._record, self._rpc = record.group, record, rpc
-        self._starter, self._preemption = starter, preemption
-        self._snapshots, self._share_balancer, self._speed = snapshots, share_balancer, speed
-        self.set_call(record.call)
+    record: GroupRecord
+    rpc: GroupRpc
+    starter: WorkerStarter
+    preemption: PreemptionMonitor
+    snapshots: SnapshotKeeper
+    share_balancer: ShareBalancer
+    speed: SpeedMonitor
+
+    def __post_init__(self) -> None:
+        self.group = self.record.group
+        self.set_call(self.record.call)
 
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
-        self._record.call = call
-        self.execution = CallExecution(self._record.progress._replace(held_state=HeldState()))
+        self.record.call = call
+        self.execution = CallExecution(self.record.progress._replace(held_state=HeldState()))
 
     def count_loss(self) -> str:
         """Count a loss of one or several workers. Return why it ends the call, or an empty text."""
-        execution, call = self.execution, self._record.call
+        execution, call = self.execution, self.record.call
         if execution.has_begun:
             call.history.num_failures += 1
             if call.history.num_failures > (most := call.max_failures):
                 return f"workers were lost in one call more often than max_retries={most}"
         else:
             execution.num_early_failures += 1
-            if (number := execution.num_early_failures) > self._record.policy.elastic.max_attempts:
+            if (number := execution.num_early_failures) > self.record.policy.elastic.max_attempts:
                 return f"workers were lost {number} times before the call began"
         return ""
 
@@ -167,17 +165,17 @@ class Supervisor:
 
         They use the progress of the members that answered, which is empty before a call.
         """
-        self._snapshots.request_newer(progress)
-        self._preemption.observe(progress)
-        self._starter.advance_if_allowed()
-        self._share_balancer.observe(progress)
-        self._speed.observe(progress)
+        self.snapshots.request_newer(progress)
+        self.preemption.observe(progress)
+        self.starter.advance_if_allowed()
+        self.share_balancer.observe(progress)
+        self.speed.observe(progress)
 
     def _find_replay(self) -> Call | None:
         """Return the call that repeats steps lost with all workers, or None."""
-        execution, call = self.execution, self._record.call
+        execution, call = self.execution, self.record.call
         before = execution.progress_before.position
-        step = self._record.position.global_step
+        step = self.record.position.global_step
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return None
@@ -195,33 +193,33 @@ class Supervisor:
 
     def run_attempt(self) -> AttemptResult:
         """Run one attempt at the call. The attempt ends shortly after a failure."""
-        execution, call = self.execution, self._record.call
+        execution, call = self.execution, self.record.call
         replay = self._find_replay()
         execution.has_begun |= replay is None
-        if self._preemption.must_save and call.can_pause:
-            self._snapshots.rescue(self._rpc)
-            self._preemption.note_saved()
+        if self.preemption.must_save and call.can_pause:
+            self.snapshots.rescue(self.rpc)
+            self.preemption.note_saved()
             execution.needs_goal = execution.saves_soon = True
         execution.attempt = None
-        if self._rpc.is_pausing:  # the last attempt has not reached its pause
-            self._rpc.pause_at(None)
+        if self.rpc.is_pausing:  # the last attempt has not reached its pause
+            self.rpc.pause_at(None)
         if replay is not None:
             call = replay
         elif execution.needs_goal and call.make_request is not None:
-            newest = newest_progress([self._record.progress, execution.progress_before])
+            newest = newest_progress([self.record.progress, execution.progress_before])
             request = call.make_request(newest.position, execution.saves_soon)
-            self._record.call = call = replace(call, request=request)
+            self.record.call = call = replace(call, request=request)
             execution.needs_goal = False
-        members = self._group.members[:] if call.rank is None else [self._group.members[call.rank]]
+        members = self.group.members[:] if call.rank is None else [self.group.members[call.rank]]
         with contextlib.ExitStack() as stack:
             packed, inbox = self._pack_request(call, members, stack)
-            execution.attempt = attempt = Attempt({}, self._group.clock)
+            execution.attempt = attempt = Attempt({}, self.group.clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 future = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
                 attempt.add(member, future)
             polled = self._watch(call, attempt)
             if attempt.has_failed:
-                self._rpc.interrupt_failed(attempt)
+                self.rpc.interrupt_failed(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
@@ -231,18 +229,18 @@ class Supervisor:
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
-        call.log_points.begin(self._record.position.global_step, members)
+        call.log_points.begin(self.record.position.global_step, members)
         request = call.request
         if call.rank is None:
-            shares = self._share_balancer.choose_for(members)
+            shares = self.share_balancer.choose_for(members)
             request = request.for_attempt(shares, self.execution.min_splits)
         self.execution.min_splits = 0
-        if self._group.options.is_inline:
+        if self.group.options.is_inline:
             if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))
             return request, None
         packed = pack_as(f"the arguments of {call.name}", request)
-        self._rpc.check_open()
+        self.rpc.check_open()
         hosts = [member.location.node_ip for member in members]
         if isinstance(request, LoadRequest):
             return stack.enter_context(offering(packed, hosts)), None
@@ -255,22 +253,22 @@ class Supervisor:
         """Let the components observe the group after an attempt, and return its result."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         known = attempt.outcomes
-        progress = {m: known[m].progress for m in self._group.members if m in known}
-        call.log_points.add(progress, self._group.members)
-        self._record.set_progress(*(progress.values() or [polled]))
+        progress = {m: known[m].progress for m in self.group.members if m in known}
+        call.log_points.add(progress, self.group.members)
+        self.record.set_progress(*(progress.values() or [polled]))
         if progress:
             self.observe(progress)
         if not attempt.has_failed:
             if is_replay or any(outcome.kind == "paused" for outcome in attempt.outcomes.values()):
                 return AttemptResult(is_ready=True)
-            self._snapshots.await_changed_snapshot()
+            self.snapshots.await_changed_snapshot()
             outcomes = [attempt.outcomes[member] for member in attempt.members]
             return AttemptResult(is_ready=True, outcomes=outcomes)
         member, outcome = attempt.first_user_error or (None, None)
         self.execution.min_splits = 0 if outcome is None else outcome.min_splits
         if member and outcome and outcome.min_splits:  # memory ran out
             cause = repr(outcome.unpack())
-            self._record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
+            self.record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
         if attempt.lost:
             return AttemptResult(lost=attempt.lost)
         was_interrupted = attempt.why_new_generation is not None and outcome is None
@@ -279,7 +277,7 @@ class Supervisor:
             return AttemptResult()
         error = attempt.make_error()
         if member is not None:
-            self._record.add_event("user_error", [member], cause=repr(error))
+            self.record.add_event("user_error", [member], cause=repr(error))
         return AttemptResult(error=error)
 
     @contextlib.contextmanager
@@ -289,7 +287,7 @@ class Supervisor:
 
         def poll() -> None:
             while not ended.wait(POLL_S):
-                self._speed.observe(self._poll_progress(call))
+                self.speed.observe(self._poll_progress(call))
 
         thread = threading.Thread(target=poll, name="raysgd-progress", daemon=True)
         thread.start()
@@ -301,23 +299,23 @@ class Supervisor:
 
     def _poll_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
         """Return the progress of the members that answer, and show it."""
-        progress = self._rpc.ask_progress(call.log_points.acknowledged_step)
+        progress = self.rpc.ask_progress(call.log_points.acknowledged_step)
         if call.on_progress is not None:
             call.on_progress([each.bar for each in progress.values()])
-        call.log_points.add(progress, self._group.members)
+        call.log_points.add(progress, self.group.members)
         return progress
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
-        monitor = HealthMonitor(attempt, self._record.ranks, self._group.clock)
+        monitor = HealthMonitor(attempt, self.record.ranks, self.group.clock)
         newest = None
         while attempt.is_running:
-            self._rpc.check_open()
-            is_busy = call.on_progress is not None or self._starter.num_started()
+            self.rpc.check_open()
+            is_busy = call.on_progress is not None or self.starter.num_started()
             idle_s = _POLL_AT_END_S if attempt.outcomes else POLL_S
             if attempt.collect(FAST_POLL_S if is_busy else idle_s):
                 continue
-            if self._group.is_cut_off():
+            if self.group.is_cut_off():
                 continue  # the workers wait for the network too
             progress = self._poll_progress(call)
             if progress:
@@ -327,9 +325,9 @@ class Supervisor:
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
             self.observe(progress)
-            if call.can_pause and not self._rpc.is_pausing:
-                is_urgent = any(self._starter.membership_changes()) or self._preemption.must_save
-                if is_urgent or self._share_balancer.wants_change:
+            if call.can_pause and not self.rpc.is_pausing:
+                is_urgent = any(self.starter.membership_changes()) or self.preemption.must_save
+                if is_urgent or self.share_balancer.wants_change:
                     self._pause(attempt, progress, _LEAD_S if is_urgent else _LONG_LEAD_S)
         return newest
 
@@ -337,11 +335,11 @@ class Supervisor:
         self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], lead_s: float
     ) -> None:
         """Let all workers pause at the same step, so that workers can join and leave."""
-        if len(progress) < len(self._group.members) or attempt.outcomes:
+        if len(progress) < len(self.group.members) or attempt.outcomes:
             return  # a worker does not answer, or the call is ending
         if not all(p.measured.step_s for p in progress.values()):
             return  # the step duration is unknown before the first step
         step = choose_pause_step(list(progress.values()), lead_s)
-        steps = self._rpc.pause_at(step).values()
+        steps = self.rpc.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
             attempt.why_new_generation = CollectiveError("Some workers have passed the pause step.")
