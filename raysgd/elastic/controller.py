@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 from raysgd._internal.runner import Request, Runner
 from raysgd._internal.tracebacks import release_callers
@@ -26,7 +26,7 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_former import NO_SNAPSHOT, GroupFormer, format_shortage
 from raysgd.elastic.group_record import GroupRecord
-from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, LostWorkers
+from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, GroupState, LostWorkers
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
@@ -61,8 +61,7 @@ class Controller:
         supports_live_join: bool = True,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state: Literal["broken", "ready", "running"] = "broken"
-        """``broken`` if workers or their process group are missing. The next call repairs it."""
+        self.state: GroupState = "broken"
         self.is_shut_down = False
         self._call_lock = threading.Lock()
         self._pid = os.getpid()
@@ -168,7 +167,7 @@ class Controller:
             if (result := self._repair()) is None:
                 self.state = "running"
                 result = self._supervisor.run_attempt()  # here: short tracebacks of users
-            self.state = "ready" if result.is_ready else "broken"
+            self.state = result.state
             self._check_open()  # a shutdown in another thread loses no worker
             if result.lost:
                 self._remove_lost(result.lost)
@@ -187,7 +186,7 @@ class Controller:
                 shortage = format_shortage(num_workers, self._num_required)
                 raise self._make_error(f"{shortage}, and grow=False starts no replacements")
             former.await_workers(self._num_required)
-            return AttemptResult(is_ready=self.state == "ready")
+            return AttemptResult(self.state)
         if self.state == "ready" and not joining and not leaving:
             return None
         self.state = "broken"
@@ -212,7 +211,7 @@ class Controller:
             self._former.discard_all()
             raise
         self.state = "ready"
-        return AttemptResult(is_ready=True)
+        return AttemptResult(self.state)
 
     def _remove_lost(self, lost: LostWorkers) -> None:
         """Remove lost workers from the group. Raise an error if the call tolerates no more."""
@@ -245,7 +244,7 @@ class Controller:
         self._check_open()
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
-        before, result = self.record.progress, AttemptResult()
+        before, result = self.record.progress, AttemptResult("broken")
         try:
             self._supervisor.set_call(call)
             with self._aborting_on_error():
@@ -257,7 +256,7 @@ class Controller:
                 self._awaits_load = False
             return [outcome.unpack() for outcome in result.outcomes or ()]
         finally:
-            result = AttemptResult()  # an error refers to this frame, which would be a cycle
+            result = AttemptResult("broken")  # an error refers to this frame: this would be a cycle
             try:
                 self._supervisor.set_call(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers

@@ -70,11 +70,11 @@ class GroupFormer:
         """Form the next generation of the members, and of replacement workers that are ready."""
         began = self.group.clock.monotonic()
         if lost := self._await_unreturned():
-            return AttemptResult(lost=self._discard_lost(lost))
+            return AttemptResult("broken", lost=self._discard_lost(lost))
         joining, leaving = self.starter.membership_changes()
         progress, lost = self.rpc.probe_or_kill([*self.group.members, *joining])
         if lost:
-            return AttemptResult(lost=self._discard_lost(lost))
+            return AttemptResult("broken", lost=self._discard_lost(lost))
         self.share_balancer.observe(progress)
         of_members = {member: progress[member] for member in self.group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
@@ -91,7 +91,7 @@ class GroupFormer:
         if attempt.has_failed:
             return self._handle_failed_rejoin(attempt, joining)
         self._replace_members(next_members, joining, began)
-        return AttemptResult(is_ready=True)
+        return AttemptResult("ready")
 
     def _await_unreturned(self) -> LostWorkers:
         """Wait for workers that are busy with a failed call. Return the lost ones."""
@@ -106,14 +106,14 @@ class GroupFormer:
     ) -> AttemptResult:
         # If no worker is lost, discard all replacements, because one may be the cause.
         if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
-            return AttemptResult(lost=self._discard_lost(lost))
+            return AttemptResult("broken", lost=self._discard_lost(lost))
         error = attempt.make_error()
         if isinstance(error, CollectiveError):
             logger.warning("The workers could not form a process group: %s", error)
             self._num_failed_rejoins += 1
             if self._num_failed_rejoins <= _MAX_FAILED_REJOINS:
-                return AttemptResult()
-        return AttemptResult(error=error)
+                return AttemptResult("broken")
+        return AttemptResult("broken", error=error)
 
     def _give_up_state(self, why: str) -> AttemptResult:
         """Stop all workers, because none has a usable state."""
@@ -123,7 +123,7 @@ class GroupFormer:
             "All workers restart from the snapshot, or from setup() without one: %s.", why
         )
         self.discard_all()
-        return AttemptResult()
+        return AttemptResult("broken")
 
     def _lacks_good_state(self, of_leader: Progress) -> bool:
         """Return whether the newest state is damaged, and all workers can restart from another."""

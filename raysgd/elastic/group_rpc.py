@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from raysgd._internal.progress import Progress
 from raysgd._internal.runner import Request
@@ -36,6 +36,8 @@ _ASK_AGAIN_S = 0.05
 _LOG_BUSY_AFTER_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
 
+GroupState = Literal["broken", "ready", "running"]
+"""``broken`` if workers or their process group are missing. The next call repairs it."""
 LostWorkers = Mapping[WorkerHandle, BaseException]
 """Lost workers with their causes."""
 
@@ -118,8 +120,8 @@ class Attempt:
 class AttemptResult(NamedTuple):
     """How an attempt at a call, or to form a generation, has ended."""
 
-    is_ready: bool = False
-    """Whether the group can run the next attempt immediately."""
+    state: GroupState
+    """The state of the group from now on."""
     lost: Mapping[WorkerHandle, BaseException] = {}
     """Lost members."""
     error: BaseException | None = None
