@@ -10,24 +10,16 @@ from typing import TYPE_CHECKING
 from raysgd._internal.imports import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.elastic.config import ElasticConfig
-    from raysgd.tf import TFTrainer
-    from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
-    from raysgd.torch.options import BadSteps, EqualBits, Guard
+    from raysgd.elastic.config import ElasticConfig as ElasticConfig
+    from raysgd.tf import TFTrainer as TFTrainer
+    from raysgd.torch import CreatorOperator as CreatorOperator
+    from raysgd.torch import TorchTrainer as TorchTrainer
+    from raysgd.torch import TrainingOperator as TrainingOperator
+    from raysgd.torch.options import BadSteps as BadSteps
+    from raysgd.torch.options import EqualBits as EqualBits
+    from raysgd.torch.options import Guard as Guard
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BadSteps",
-    "CreatorOperator",
-    "ElasticConfig",
-    "EqualBits",
-    "Guard",
-    "TFTrainer",
-    "TorchTrainer",
-    "TrainingOperator",
-    "__version__",
-]
 
 _HOMES = {
     "BadSteps": "raysgd.torch.options",
@@ -40,7 +32,7 @@ _HOMES = {
     "TrainingOperator": "raysgd.torch",
 }
 
-
+__all__ = sorted([*_HOMES, "__version__"])
 __getattr__ = lazy_names(__name__, {name: f"{home}:{name}" for name, home in _HOMES.items()})
 
 
