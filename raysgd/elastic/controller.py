@@ -24,7 +24,7 @@ from raysgd.cluster.worker_handle import cause_of
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.group_former import NO_SNAPSHOT, GroupFormer, format_shortage
+from raysgd.elastic.group_former import NO_SNAPSHOT, GroupFormer
 from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, GroupState, LostWorkers
 from raysgd.elastic.policies import Policy
@@ -66,7 +66,6 @@ class Controller:
         self._call_lock = threading.Lock()
         self._pid = os.getpid()
         self._group, self.members = group, group.members
-        self.min_workers = group.options.min_workers
         elastic = elastic or ElasticConfig()
         group.watch_hosts(elastic.driver_grace_s, interrupts_calls=supports_live_join)
         self._policy = policy = Policy(
@@ -181,11 +180,11 @@ class Controller:
         joining, leaving = self._starter.membership_changes()
         if not num_workers:
             return self._restart()
-        if num_workers + len(joining) < self._num_required:
+        if num_workers + len(joining) < self.record.num_required:
             if not policy.may_grow:
-                shortage = format_shortage(num_workers, self._num_required)
+                shortage = self.record.describe_shortage()
                 raise self._make_error(f"{shortage}, and grow=False starts no replacements")
-            former.await_workers(self._num_required)
+            former.await_workers()
             return AttemptResult(self.state)
         if self.state == "ready" and not joining and not leaving:
             return None
@@ -205,7 +204,7 @@ class Controller:
         self.state, self._awaits_load = "broken", self.record.call.replaces_state
         before = self.record.progress
         try:
-            self._former.restart(self._num_required)
+            self._former.restart()
         except BaseException:  # the next call restarts again, and repeats the lost steps
             self.record.set_progress(before)
             self._former.discard_all()
@@ -233,10 +232,6 @@ class Controller:
             self.record.set_progress(self.record.progress, before)
         return self.record.make_error(why, *first_lost)
 
-    @property
-    def _num_required(self) -> int:
-        return 1 if self.record.call.allows_any_size else self.min_workers
-
     # ---- calls
 
     def run(self, call: Call) -> list[Any]:
@@ -248,7 +243,7 @@ class Controller:
         try:
             self._supervisor.set_call(call)
             with self._aborting_on_error():
-                if len(self.members) < self._num_required or self._starter.attempts_left <= 0:
+                if len(self.members) < self.record.num_required or self._starter.attempts_left <= 0:
                     self._starter.reset_failures()  # once per call, to limit the attempts
                 result = self._run_attempts()
                 if result.error is not None:
@@ -299,7 +294,7 @@ class Controller:
             if num_preempted := len(self._group.preempted()):
                 num_staying = len(self.members) - num_preempted
                 num_vacant = sum(slot.is_ready for slot in self._group.find_vacant_slots())
-                if num_staying + num_vacant < self.min_workers:
+                if num_staying + num_vacant < self.record.num_required:
                     return False
             elif not self._starter.request_slots():
                 return False

@@ -166,14 +166,14 @@ class GroupFormer:
 
     # ---- starts
 
-    def restart(self, min_workers: int) -> None:
+    def restart(self) -> None:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self.group.clock.monotonic(), self.record.is_first_start
         why = "; ".join(f"a worker has left {member.name}" for member in self.group.preempted())
         num_before = len(self.group.members)
         self.group.discard(*self.group.members)
         self.starter.begin_start()
-        while not self._start_group(min_workers):
+        while not self._start_group():
             pass  # the next attempt replaces the lost workers
         members = self.group.members
         if is_first:
@@ -187,10 +187,10 @@ class GroupFormer:
         concerned = members[num_before:] if has_grown else members
         self.record.add_event(kind, concerned, cause=why, seconds=seconds)
 
-    def await_workers(self, min_workers: int) -> None:
+    def await_workers(self) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
         num_members, starting = len(self.group.members), not self.group.members
-        missing = format_shortage(num_members, min_workers)
+        num_required, missing = self.record.num_required, self.record.describe_shortage()
         deadline, num_waits, enough_at = 0.0, 0, math.inf
         while True:
             self.rpc.check_open()
@@ -200,11 +200,11 @@ class GroupFormer:
                     raise self.record.make_error(str(error), cause=error)
                 raise error
             now = self.group.clock.monotonic()
-            if num_members + len(self.starter.ready_workers()) >= min_workers:
+            if num_members + len(self.starter.ready_workers()) >= num_required:
                 enough_at = min(enough_at, now)
                 if now >= enough_at + self.starter.grace_s():
                     return
-            is_short = num_members + self.starter.num_started() < min_workers
+            is_short = num_members + self.starter.num_started() < num_required
             if is_short and now >= deadline and not self.group.notices.is_ray_silent():
                 room, error = self.group.describe_demand(), self.starter.error
                 failure = f"{missing}, and replacements fail: {error}"
@@ -217,9 +217,9 @@ class GroupFormer:
                 deadline, num_waits = now + wait_s, num_waits + 1
             self.group.clock.sleep(_START_INTERVAL_S if starting else FAST_POLL_S)
 
-    def _start_group(self, min_workers: int) -> bool:
+    def _start_group(self) -> bool:
         """Wait for workers, and form a group of them. Return whether none was lost."""
-        self.await_workers(min_workers)
+        self.await_workers()
         joining = self.starter.ready_workers()
         _, lost = self.rpc.probe_or_kill(joining)
         if lost:
@@ -341,7 +341,3 @@ class GroupFormer:
                 f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."
             )
         return attempt
-
-
-def format_shortage(num_workers: int, min_workers: int) -> str:
-    return f"{num_workers} worker{'s' * (num_workers != 1)} left, but min_workers={min_workers}"

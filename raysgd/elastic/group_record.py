@@ -72,6 +72,16 @@ class GroupRecord:
         return self.progress.position
 
     @property
+    def num_required(self) -> int:
+        """Number of workers that the running call needs."""
+        return 1 if self.call.allows_any_size else self.group.options.min_workers
+
+    def describe_shortage(self) -> str:
+        number = len(self.group.members)
+        left = f"{number} worker{'s' * (number != 1)} left"
+        return f"{left}, but min_workers={self.num_required}"
+
+    @property
     def is_first_start(self) -> bool:
         """Whether no group has formed yet."""
         return all(event.kind != "started" for event in self.events)

@@ -155,7 +155,7 @@ class Driver:
 
     @property
     def min_workers(self):
-        return self.controller.min_workers
+        return self.controller.record.group.options.min_workers
 
     @property
     def losses_in_call(self):
