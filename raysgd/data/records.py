@@ -96,8 +96,8 @@ class Records(ABC):
         self._versions: dict[int, str] = {}
         """Versions of the files, on this host."""
         found: dict[str, str] = {}  # the path or pattern of each file
-        for each in path_list:
-            if not isinstance(each, str | os.PathLike) or not (path := os.fspath(each)):
+        for given in path_list:
+            if not isinstance(given, str | os.PathLike) or not (path := os.fspath(given)):
                 raise TypeError(
                     f"{type(self).__name__}({paths!r}): must be a path or a URL, or a list of them."
                 )

@@ -40,19 +40,19 @@ def length_of(loader: Any) -> int | None:
 
 def set_loader_epoch(loader: Any, epoch: int | None) -> Any:
     """Set the epoch of a loader, its data set, and its samplers, if given. Return the loader."""
-    for each in _parts_of(loader):
-        if hasattr(each, "set_epoch") and epoch is not None:
-            each.set_epoch(epoch)
+    for part in _parts_of(loader):
+        if hasattr(part, "set_epoch") and epoch is not None:
+            part.set_epoch(epoch)
     return loader
 
 
 def size_and_rank_of(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
-    for each in _parts_of(loader):
-        if hasattr(each, "num_replicas"):  # as in PyTorch's DistributedSampler
-            return each.num_replicas, getattr(each, "rank", None)
+    for part in _parts_of(loader):
+        if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
+            return part.num_replicas, getattr(part, "rank", None)
         # split_dataset_by_node of Hugging Face sets this private attribute.
-        split: Any = getattr(each, "_distributed", None)
+        split: Any = getattr(part, "_distributed", None)
         if hasattr(split, "world_size"):
             return split.world_size, split.rank
     return None
@@ -60,7 +60,7 @@ def size_and_rank_of(loader: Any) -> tuple[Any, Any] | None:
 
 def _parts_of(loader: Any) -> list[Any]:
     own = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
-    return [loader, *own, *(getattr(each, "sampler", None) for each in own[1:])]
+    return [loader, *own, *(getattr(sampler, "sampler", None) for sampler in own[1:])]
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +142,7 @@ class BatchSource:
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over the contents of `read`, for user code."""
-        return (each.content for each in self.read(epoch, offset, num_steps))
+        return (batch.content for batch in self.read(epoch, offset, num_steps))
 
     def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
         """Iterate over this worker's batches of `epoch` from `offset`.

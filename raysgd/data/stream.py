@@ -185,7 +185,8 @@ class Stream(NumberedSamples):
         samples = self._read_records(epoch, numbers)
         if self._transform is not None:
             samples = list(map(self._transform, samples))
-        return [self._augment_one(each, epoch, n) for each, n in zip(samples, numbers, strict=True)]
+        pairs = zip(samples, numbers, strict=True)
+        return [self._augment_one(sample, epoch, number) for sample, number in pairs]
 
     def _read_records(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         """Return the records that can be decoded, and count the others, or raise an error."""
@@ -193,11 +194,11 @@ class Stream(NumberedSamples):
             self._epoch_read = epoch
             self._records.close()
         records = self._records.read(self._record_numbers(epoch, np.asarray(numbers, np.int64)))
-        broken = [each for each in records if isinstance(each, RecordError)]
+        broken = [record for record in records if isinstance(record, RecordError)]
         if broken and not self._skips:
             raise broken[0]
         self.num_skipped += len(broken)
-        return [each for each in records if not isinstance(each, RecordError)]
+        return [record for record in records if not isinstance(record, RecordError)]
 
     def locate(self, epoch: int, number: int) -> list[Any]:
         return self._records.locate(self._record_numbers(epoch, np.array([number]))[0])
@@ -302,7 +303,7 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
         self._seed = as_int("mix", "seed", seed, 0)
         if not streams:
             raise ValueError(f"mix({streams!r}): needs at least one stream.")
-        are_positive = all(is_number(each) and 0 < each < math.inf for each in weights)
+        are_positive = all(is_number(weight) and 0 < weight < math.inf for weight in weights)
         if len(streams) != len(weights) or not are_positive:
             raise ValueError(
                 f"mix(weights={list(weights)!r}): must be {len(streams)} positive numbers, one per "
@@ -324,7 +325,8 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
     def _find_ends(self, weights: np.ndarray[Any, Any]) -> None:
         """Find out where streams end. From there on, the others share their weight."""
         taken = [0] * len(self._streams)
-        while any(left := [len(each) - n for each, n in zip(self._streams, taken, strict=True)]):
+        sizes = list(map(len, self._streams))
+        while any(left := [size - n for size, n in zip(sizes, taken, strict=True)]):
             active = np.where(np.array(left) > 0, weights, 0.0)
             ideal = active / active.sum() * _MIX_SIZE
             counts = np.where(active > 0, np.maximum(1, np.floor(ideal)), 0).astype(int)

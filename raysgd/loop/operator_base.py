@@ -252,8 +252,8 @@ class OperatorBase:
             train_state.segment.commit_if_done()
         if held := train_state.update.pop_metrics():  # another call continues the update, or fails
             train_state.meters = try_copy(meters)
-            for each in held:
-                meters.update(*each)
+            for metrics in held:
+                meters.update(*metrics)
         return meters.summary()
 
     def _check_single(self) -> None:
@@ -292,7 +292,7 @@ def bind_epoch(
     }
     train_epoch: Callable[..., Any] = operator.train_epoch
     parameters = inspect.signature(train_epoch).parameters
-    kinds = [each.kind for each in parameters.values()]
+    kinds = [parameter.kind for parameter in parameters.values()]
     named: dict[str, Any] = {"num_steps": iterator.max_steps, "epoch_idx": epoch_idx}
     positional = []
     # Older overrides may give the second parameter another name.

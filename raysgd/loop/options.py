@@ -90,7 +90,7 @@ class Options(ABC):
 
     def _resources(self) -> dict[str, float]:
         resources = as_dict(self.trainer_name, "resources_per_worker", self.resources_per_worker)
-        amounts = {f"resources_per_worker[{name!r}]": each for name, each in resources.items()}
+        amounts = {f"resources_per_worker[{name!r}]": amount for name, amount in resources.items()}
         amounts["num_cpus_per_worker"] = self.num_cpus_per_worker
         for name, amount in amounts.items():
             if not is_number(amount) or not amount > 0:
@@ -112,7 +112,7 @@ class Options(ABC):
     @classmethod
     def from_arguments(cls, values: Mapping[str, Any], **computed: Any) -> Self:
         """Create options from the arguments of a trainer, and from `computed` ones."""
-        names = {each.name for each in dataclasses.fields(cls)}
+        names = {option.name for option in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in names} | computed)
 
     # ---- for subclasses

@@ -178,7 +178,7 @@ class DataSources(ABC):
     def batching(self) -> dict[str, tuple[int, bool]]:
         """Return the `BatchSource.batching` of each loader whose batches raysgd creates."""
         batching = {name: source.batching() for name, source in self._sources.items()}
-        return {name: each for name, each in batching.items() if each is not None}
+        return {name: known for name, known in batching.items() if known is not None}
 
     def check_equal_data(self, expected: dict[str, str]) -> None:
         actual, rank = self.fingerprint(), self._settings.context.world_rank

@@ -76,7 +76,8 @@ def read_state(loop: Loop, is_snapshot: bool = False, frozen: bool = True) -> di
         state["data"]["loaders"] = data.loader_summaries
         return with_models_last(state | loop.state_access.read(frozen))
     # Other batch sizes follow from the new number of workers.
-    batching = {name: each for name, each in data.batching().items() if not each[1]}
+    sizes = data.batching().items()
+    batching = {name: (size, follows) for name, (size, follows) in sizes if not follows}
     state |= {"call": loop.recorder.export_call(), "batching": batching}
     state["module_modes"] = loop.state_access.module_modes()
     return with_models_last(state | loop.state_access.read_for_workers())

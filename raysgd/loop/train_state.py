@@ -217,8 +217,8 @@ class TrainState(ABC):
     def add_metrics(self, metrics: Sequence[MicroBatchMetrics]) -> None:
         """Add metrics of an update that counts to the meters, if there are any."""
         if self.meters is not None:
-            for each in metrics:
-                self.meters.update(*each)
+            for of_micro_batch in metrics:
+                self.meters.update(*of_micro_batch)
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rates of the optimizers, under the names of `LearningRateLogger`."""

@@ -196,7 +196,7 @@ class DatasetSource(PartitionedSource):
     def __iter__(self) -> Iterator[Any]:
         iteration = self._iterate(self._num_begun + 1, epoch=-1)  # not in any epoch
         reads = self._copy_for_user()._own_batches(iteration, 0)
-        return (each.content for each in reads)
+        return (batch.content for batch in reads)
 
     def batching(self) -> None:
         return None

@@ -234,7 +234,7 @@ def has_masked_labels(batch: Any) -> bool:
     else:
         labels = list(batch[-1:]) if isinstance(batch, tuple | list) else []
     integers = [t for t in labels if isinstance(t, torch.Tensor) and not t.is_floating_point()]
-    return any(bool((each == IGNORED).any()) for each in integers)
+    return any(bool((tensor == IGNORED).any()) for tensor in integers)
 
 
 def accuracy_of(output: Any, target: Any, ignored: int) -> torch.Tensor | Sums | None:

@@ -121,7 +121,7 @@ class SampleBuffer:
 
     def samples(self, start: int, stop: int) -> list[Any]:
         samples = self._samples[start - self.start : stop - self.start]
-        return [pickle.loads(each) if isinstance(each, _Packed) else each for each in samples]
+        return [pickle.loads(s) if isinstance(s, _Packed) else s for s in samples]
 
     def read_to(self, start: int, size: int) -> int:
         """Read on if necessary, and return how many of `size` samples from `start` there are."""

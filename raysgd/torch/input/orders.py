@@ -149,10 +149,10 @@ def nested_datasets(data: Any) -> list[Any]:
     while unread:
         own = getattr(unread.pop(), "__dict__", {})  # a property may open files
         inner = own.get("datasets")
-        for each in (own.get("dataset"), *(inner if isinstance(inner, list) else ())):
-            if each is not None and id(each) not in found:
-                found[id(each)] = each
-                unread.append(each)
+        for dataset in (own.get("dataset"), *(inner if isinstance(inner, list) else ())):
+            if dataset is not None and id(dataset) not in found:
+                found[id(dataset)] = dataset
+                unread.append(dataset)
     return [*found.values()]
 
 
@@ -183,7 +183,7 @@ class EpochOrder:
         memo: dict[int, Any] = {}  # what the copy does not copy: data, and no random generators
         for data in nested_datasets(self._loader.dataset):
             values = getattr(data, "__dict__", {}).values()
-            memo |= {id(each): each for each in values if hasattr(type(each), "__len__")}
+            memo |= {id(value): value for value in values if hasattr(type(value), "__len__")}
             memo[id(data)] = data
         with contextlib.suppress(Exception):  # the user's object may count its epochs
             sampler = copy.deepcopy(sampler, memo)

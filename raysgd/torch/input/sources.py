@@ -184,7 +184,7 @@ class MapStyleSource(PartitionedSource):
 
     def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
         keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
-        return [each[keys] for each in self.loader.dataset.tensors]
+        return [tensor[keys] for tensor in self.loader.dataset.tensors]
 
     def _yield_batches(
         self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
@@ -260,8 +260,8 @@ class MapStyleSource(PartitionedSource):
     def ignores_targets(self) -> bool:
         """Whether data in memory has targets that losses of PyTorch ignore by default."""
         datasets = nested_datasets(self.loader.dataset)
-        in_memory = [each for each in datasets if isinstance(each, TensorDataset)]
-        return any(bool((each.tensors[-1] == IGNORED).any()) for each in in_memory)
+        targets = [data.tensors[-1] for data in datasets if isinstance(data, TensorDataset)]
+        return any(bool((target == IGNORED).any()) for target in targets)
 
     def fingerprint(self) -> str:
         size = self._epoch_size  # when it was registered, as by a worker that joins later
