@@ -90,7 +90,8 @@ class BatchSource:
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     _agreed_epoch: int | None = None  # the newest of `agree_on_order`
     steps_read: int | None = None  # by the group since `read`; None: as many as this worker
-    update_digest = 0  # of the samples up to the newest step, if workers compare it in updates
+    step_digest: Any = 0  # of the samples up to the newest step
+    compares_samples = False  # the workers compare `step_digest` at each batch
     # For messages: the kind of the data, who reads the samples, and how one worker could read each.
     data_kind = "unpartitioned data"
     who_reads = "every worker reads and uses all of it"
@@ -218,13 +219,6 @@ class BatchSource:
         """Continue from the `resume_info` of this or another worker."""
         self._saved = info
 
-    def step_digest(self) -> int | None:
-        """Return a digest of the samples up to the newest step, for comparison with other workers.
-
-        Return None if no comparison is necessary.
-        """
-        return None
-
     # ---- agreement between the workers
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
@@ -234,7 +228,7 @@ class BatchSource:
 
     def check_same_samples(self, collectives: Collectives) -> None:
         """Raise RuntimeError if other workers have read other samples. Every rank must call it."""
-        if not collectives.all_ranks_equal(self.step_digest() or 0):
+        if not collectives.all_ranks_equal(self.step_digest):
             raise RuntimeError(
                 f"The workers read different samples from {self.describe()}. Every worker must "
                 "read the same samples in one order, and raysgd selects its part. Seed shuffles "

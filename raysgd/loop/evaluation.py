@@ -90,7 +90,7 @@ class Evaluation:
             with train_state.evaluating():
                 yield batches
             # Compare the samples of a stream, if every worker has read all of its batches.
-            is_compared = source.step_digest() is not None and train_state.context.world_size > 1
+            is_compared = source.compares_samples and train_state.context.world_size > 1
             is_exhausted, collectives = int(batches.is_exhausted), train_state.collectives
             if is_compared and collectives.all_reduce_min(is_exhausted)[0]:
                 source.check_same_samples(collectives)

@@ -52,7 +52,7 @@ class Segment(Iterator[Any]):
         train_state = self._train_state
         # For each batch, the ranks compare samples, or agree whether all of them have one.
         source, is_group = self.source, train_state.context.world_size > 1
-        self._compares_samples = is_group and source.step_digest() is not None
+        self._compares_samples = is_group and source.compares_samples
         self._agrees = is_group and not source.is_partitioned and self.steps_left is None
         limits = [n for n in (self.max_steps, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown

@@ -183,7 +183,7 @@ def _check_same_update(
     models, cache = train_state.models, train_state.graphs.cache
     trained = cache(lambda: _describe_variables(models, variables), *variables)
     contents = {
-        "the samples that they have read": train_state.data.training_source.update_digest,
+        "the samples that they have read": train_state.data.training_source.step_digest,
         "what they train": trained,
     }
     return _compare_workers(train_state, contents, flag)

@@ -187,6 +187,7 @@ class DatasetSource(PartitionedSource):
         )
         self._layout, self._training, self._splits_batches = layout, training, splits_batches
         self._num_begun = 0
+        self.compares_samples = not training  # in training, each update compares them
 
     def __len__(self) -> int:
         if (length := self.steps_left(0)) is None:
@@ -240,7 +241,7 @@ class DatasetSource(PartitionedSource):
         size = partition.world_size if gives_whole_batches else partition.global_batch_size
         while stop is None or offset < stop:
             drawn = iteration.read(offset, size if stop is None else min(size, stop - offset))
-            self.update_digest = iteration.digest
+            self.step_digest = iteration.digest
             mark, saved = iteration.mark_at(offset), self._saved.get("mark", [])
             if saved[:2] == mark[:2] and saved[2:] not in ([], mark[2:]):
                 raise RuntimeError(
@@ -291,10 +292,6 @@ class DatasetSource(PartitionedSource):
         if not self._training and rank >= _num_rows(batch):
             return None
         return _slice_rows(batch, size, rank, shares)
-
-    def step_digest(self) -> int | None:
-        # In training, each update compares `update_digest`.
-        return None if self._training else self.update_digest
 
     def resume_info(self, epoch: int, offset: int) -> Mapping[str, Any]:
         iteration, info = self._iteration, super().resume_info(epoch, offset)

@@ -40,6 +40,10 @@ class IterableSource(PartitionedSource):
     reading_advice = "use a data set that can be indexed, or raysgd.data.Stream for files"
     order_sampler = None
     epoch_samples = 0
+    compares_samples = True
+    step_digest: Any = property(
+        lambda self: (self._buffer.digest_at(sum(self._span)) << 24) + self._span[1]
+    )
     _current_size: Any = property(lambda self: known_length(self.loader))
 
     def __init__(self, loader: Any, *, seed: int, **partition_arguments: Any) -> None:
@@ -126,10 +130,6 @@ class IterableSource(PartitionedSource):
         if mark["offset"]:  # not the start of the epoch
             info["mark"] = mark
         return info | file_stamps(self._dataset)
-
-    def step_digest(self) -> int | None:
-        start, size = self._span
-        return (self._buffer.digest_at(start + size) << 24) + size
 
     def fingerprint(self) -> str:
         return f"a stream, {name_of(self._dataset)}"

@@ -81,8 +81,8 @@ def test_hooks_of_an_epoch(spied):
 
 def test_hooks_of_an_evaluation(spied, monkeypatch):
     trainer, called = spied()
-    compare = "raysgd.data.source.BatchSource.step_digest"
-    monkeypatch.setattr(compare, lambda *_: called.append("compare"))
+    compare = "raysgd.data.source.BatchSource.compares_samples"
+    monkeypatch.setattr(compare, property(lambda _: called.append("compare")))
     trainer.validate()
     assert called == ["evaluating", "evaluated", "compare"]
     trainer.predict(trainer.get_local_operator().validation_loader.loader)

@@ -233,7 +233,7 @@ class Group:
     def step(self, commit=True):
         """Train a step on all workers. Return whether there was one."""
         batches = [next(each, None) for each in self.batches]
-        assert len({source.step_digest() for source in self.sources}) == 1
+        assert len({source.step_digest for source in self.sources}) == 1
         if any(batch is None for batch in batches):
             assert all(batch is None for batch in batches)
             return False
@@ -440,7 +440,7 @@ def test_hugging_face_stream_continues_at_any_position(kind, num_workers):
     resumed = wrap(loader, world_size=2)
     resumed.load_resume_info(saved)
     assert [batch["n"].tolist() for batch in resumed.batches(0, 24)] == whole[3:]
-    assert resumed.step_digest() == complete.step_digest()
+    assert resumed.step_digest == complete.step_digest
 
 
 def test_hugging_face_stream_that_has_changed_since_the_checkpoint_is_an_error():
@@ -494,7 +494,7 @@ def test_workers_notice_that_they_read_other_samples():
     ranks = [wrap(loader, world_size=2, rank=rank) for rank in range(2)]
     for source in ranks:
         next(source.batches(0, 0))
-    assert ranks[0].step_digest() != ranks[1].step_digest()
+    assert ranks[0].step_digest != ranks[1].step_digest
 
 
 def test_stream_that_is_shorter_than_the_position_is_an_error():
