@@ -165,25 +165,14 @@ class TorchCollectiveBackend(CollectiveBackend):
         # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
         rank, size = context.world_rank, context.world_size
-        timeout = min(self._timeout, _CONNECT)
         if self._name == "gloo":
             mesh = self._mesh if all(mesh_addresses) else None
             if mesh is not None:  # its errors name missing ranks
                 mesh.connect(mesh_addresses)
-            self._group = GlooGroup.init(store, rank, size, timeout)
+            self._group = GlooGroup.init(store, rank, size, min(self._timeout, _CONNECT))
             self._group.mesh = mesh
         else:
-            # In PyTorch 2.15, "nccl" is another implementation, which connects here and not in its
-            # first collective. Then `interrupt` could not end the wait for a lost worker.
-            nccl = "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
-            dist.init_process_group(
-                # gloo carries batch counts, Python objects, and CPU tensors.
-                f"cpu:gloo,cuda:{nccl}",
-                store=_store_of_nccl(rendezvous, self._timeout),
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-            )
+            _init_nccl(rendezvous, rank, size, self._timeout)
         assert dist.group.WORLD is not None
         dist.group.WORLD.set_timeout(self._timeout)
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
@@ -277,12 +266,20 @@ def _mesh(rank: int, key: str) -> PeerMesh | None:
     return None
 
 
-def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:
-    """Return a store for NCCL's C++ threads, which cannot use our Python client."""
-    if rendezvous is None or rendezvous.tcp_store_port is None:
-        return HashStore()
-    port = rendezvous.tcp_store_port
-    store = TCPStore(rendezvous.store.host, port, is_master=False, timeout=_NCCL_CONNECT)
-    # The ranks of NCCL wait for each other in the store during the first collective.
-    store.set_timeout(timeout)
-    return store
+def _init_nccl(
+    rendezvous: TorchRendezvous | None, rank: int, size: int, timeout: datetime.timedelta
+) -> None:
+    """Create the default group. Its gloo carries batch counts, Python objects, and CPU tensors."""
+    store: Any = HashStore()
+    if rendezvous is not None and (port := rendezvous.tcp_store_port) is not None:
+        # The C++ threads of NCCL cannot use our Python client.
+        store = TCPStore(rendezvous.store.host, port, is_master=False, timeout=_NCCL_CONNECT)
+        # The ranks of NCCL wait for each other in the store during the first collective.
+        store.set_timeout(timeout)
+    # In PyTorch 2.15, "nccl" is another implementation, which connects here and not in its first
+    # collective. Then `interrupt` could not end the wait for a lost worker.
+    nccl = "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
+    backends, connect_timeout = f"cpu:gloo,cuda:{nccl}", min(timeout, _CONNECT)
+    dist.init_process_group(
+        backends, store=store, rank=rank, world_size=size, timeout=connect_timeout
+    )

@@ -59,14 +59,18 @@ def test_each_generation_has_a_store_of_its_own(backend):
         TorchStore(rendezvous[0].store, datetime.timedelta(seconds=30))
 
 
-def test_nccl_has_a_second_store_on_the_same_interface():
+def test_nccl_has_a_second_store_on_the_same_interface(monkeypatch):
+    created = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **named: created.update(named))
     backend, before = create_backend("nccl", 30), listeners()
     rendezvous = backend.prepare(["127.0.0.1"])
     ports = {rendezvous.store.port, rendezvous.tcp_store_port}
     assert listeners() - before == {("127.0.0.1", port) for port in ports}
     for timeout in (datetime.timedelta(seconds=0.2), datetime.timedelta(minutes=30)):
-        store = torch_backend._store_of_nccl(rendezvous, timeout)
+        torch_backend._init_nccl(rendezvous, 0, 1, timeout)
+        store = created["store"]
         assert store.timeout == timeout
+        assert created["timeout"] == min(timeout, datetime.timedelta(seconds=5))
     store.set("a", "1")
     assert store.get("a") == b"1"
     backend.close()
