@@ -233,12 +233,12 @@ class OperatorRunner(Runner, ABC):
 
     def warm_up(self) -> None:
         """Compute the gradients of a batch, so that compilation does not delay the group later."""
-        if not any(feature.needs_warm_up for feature in self._train_state.features):
+        measures_speed = self._options.elastic.shares == "measured"
+        if not (measures_speed or any(each.needs_warm_up for each in self._train_state.features)):
             return
         try:
-            self._hosted_loop.warm_up()
-            if self._options.elastic.shares == "measured":
-                self._hosted_loop.warm_up()  # the first batch is slower than others
+            for _ in range(1 + measures_speed):  # the first batch is slower than others
+                self._hosted_loop.warm_up()
         except Exception as error:
             logger.warning("The warm-up of a replacement worker failed: %r", error)
 

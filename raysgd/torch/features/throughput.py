@@ -21,8 +21,6 @@ class ThroughputMeter(UpdateFeature):
     model communicates earlier, so its speed cannot be measured.
     """
 
-    needs_warm_up = True  # so that a replacement worker knows its speed when it joins
-
     def __init__(self, train_state: TorchTrainState) -> None:
         train_state.read_speed = self.samples_per_s
         self._on_gpu = train_state.settings.device.type == "cuda"
