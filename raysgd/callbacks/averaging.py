@@ -18,16 +18,17 @@ class _WeightAveraging(Callback):
     _start_epoch = 1
 
     def on_train_start(self, trainer: Trainer) -> None:
-        trainer.apply_all_operators(self._begin)
+        name, arguments = type(self).__name__, (self._decay, self._start_epoch)
 
-    def _begin(self, operator: Any) -> None:
-        """Let the operator average its weights. Runs on the worker."""
-        if not hasattr(operator, "_start_averaging"):
-            raise NotImplementedError(
-                f"{type(self).__name__} averages only the weights of PyTorch models. With Keras, "
-                "create the optimizer with use_ema=True."
-            )
-        operator._start_averaging(self._decay, self._start_epoch)
+        def begin(operator: Any) -> None:  # runs on the workers, which do not get the callback
+            if not hasattr(operator, "_start_averaging"):
+                raise NotImplementedError(
+                    f"{name} averages only the weights of PyTorch models. With Keras, create the "
+                    "optimizer with use_ema=True."
+                )
+            operator._start_averaging(*arguments)
+
+        trainer.apply_all_operators(begin)
 
 
 class EMA(_WeightAveraging):

@@ -1,9 +1,12 @@
 """Averages of the weights: their values, their use in validation, and how they are saved."""
 
+import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cloudpickle import dumps
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
@@ -162,3 +165,13 @@ def test_averages_of_shared_16_bit_and_integer_parameters():
     with averages.evaluating():
         assert torch.equal(shared.weight, kept.bfloat16())
     assert torch.equal(shared.weight, before)
+
+
+def test_a_subclass_may_keep_what_cannot_be_sent_to_workers():
+    averaging, sent = EMA(0.5), []
+    averaging.lock = threading.Lock()
+    averaging.on_train_start(SimpleNamespace(apply_all_operators=lambda f: sent.append(dumps(f))))
+    begun = []
+    operator = SimpleNamespace(_start_averaging=lambda *arguments: begun.append(arguments))
+    pickle.loads(sent[0])(operator)
+    assert begun == [(0.5, 1)]
