@@ -88,7 +88,7 @@ class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
-WORK_METHODS = ("create_runner", "set_up", "rejoin", "handle", "execute", "teardown")
+WORK_METHODS = ("create_runner", "setup", "rejoin", "handle", "execute", "teardown")
 """Methods that run one at a time. The other methods run in parallel with them, as *control*."""
 
 
@@ -155,19 +155,19 @@ class Worker:
 
         return self._outcome_of(create_runner)
 
-    def set_up(self, context: WorkerContext, rendezvous: Any) -> Outcome:
-        """Prepare the process, join a process group, and run `setup`.
+    def setup(self, context: WorkerContext, rendezvous: Any) -> Outcome:
+        """Prepare the process, join a process group, and call `Runner.setup`.
 
         A replacement worker sets up alone, in a group of one, while the others train.
         """
 
-        def set_up() -> None:
+        def setup() -> None:
             self._join_group(context, rendezvous, prepare=True)
             self._live_runner.setup(context)
             if context.is_alone:
                 self._live_runner.warm_up()
 
-        return self._outcome_of(set_up)
+        return self._outcome_of(setup)
 
     def rejoin(self, context: WorkerContext, rendezvous: Any, leader_rank: int) -> Outcome:
         """Join the process group of the next generation, and load the leader's state."""

@@ -1,7 +1,7 @@
 """Runs calls on all workers of a group, through failures.
 
 `Controller._repair` decides what the group needs next. Workers only answer: `WorkerStarter` and
-`GroupFormer` call `create_runner`, `set_up`, and `rejoin` of a `Worker`, `Supervisor` sends each
+`GroupFormer` call `create_runner`, `setup`, and `rejoin` of a `Worker`, `Supervisor` sends each
 attempt at a call to `handle`, and `GroupRpc` sends other requests, and control messages such as
 `interrupt`. After the loss of a worker, for example::
 

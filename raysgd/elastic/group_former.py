@@ -304,7 +304,7 @@ class GroupFormer:
         rendezvous = self.backend and self.backend.prepare([m.location.node_ip for m in members])
         if leader is None:
             self.starter.record_set_up(contexts)
-            futures = {m: m.submit_work(Worker.set_up, c, rendezvous) for m, c in contexts.items()}
+            futures = {m: m.submit_work(Worker.setup, c, rendezvous) for m, c in contexts.items()}
             attempt = self._await_phase(futures, "set up")
         else:
             futures = {

@@ -78,14 +78,14 @@ class PendingWorker:
             yield from self._wait_for(location, "come up", limit_s)
             handle.start_watching(location.result())
         created = handle.submit_work(Worker.create_runner, *self.starter.runner_arguments)
-        set_up = None if self.starter.sets_up_together else self._set_up(handle)  # queues both
+        setup = None if self.starter.sets_up_together else self._submit_setup(handle)  # queues both
         yield from self._await_outcome(created, "start")
         while self.starter.sets_up_together:
             self.phase = "ready"
             yield
-        yield from self._await_outcome(set_up or self._set_up(handle), "set up")
+        yield from self._await_outcome(setup or self._submit_setup(handle), "set up")
 
-    def _set_up(self, handle: WorkerHandle) -> Future[Outcome]:
+    def _submit_setup(self, handle: WorkerHandle) -> Future[Outcome]:
         if self.context is None:
             (alone,) = assign_contexts(
                 [handle.location],
@@ -96,7 +96,7 @@ class PendingWorker:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size, is_alone=True)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.starter.record.generation)
-        return handle.submit_work(Worker.set_up, context, None)
+        return handle.submit_work(Worker.setup, context, None)
 
     def _await_outcome(self, future: Future[Outcome], phase: Phase) -> Iterator[None]:
         yield from self._wait_for(future, phase, self.starter.timeout_s)

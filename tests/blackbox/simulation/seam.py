@@ -181,7 +181,7 @@ class Task:
     def __post_init__(self):
         if self.method == "handle":
             self.request = self.arguments[0].unpack()
-        joins = self.method in ("set_up", "rejoin")
+        joins = self.method in ("setup", "rejoin")
         self.meets = joins and not self.arguments[0].is_alone
 
 
@@ -493,7 +493,7 @@ class SimMember(WorkerHandle):
         if task.method == "create_runner":
             if took_s >= self.start_s:
                 self.end("ok")
-        elif task.method == "set_up" and not task.meets:
+        elif task.method == "setup" and not task.meets:
             if took_s < self.setup_s:
                 return
             if self.setup_error is not None:

@@ -670,7 +670,7 @@ def test_replacements_form_the_group_if_the_last_member_is_lost(slow_world):
     assert "waiting" not in kinds(controller)
 
 
-def die_in_setup(world, workers, cause, at="set_up"):
+def die_in_setup(world, workers, cause, at="setup"):
     """Kill the given workers whenever they are in the method `at`, alone or in a rendezvous."""
 
     def die():
@@ -693,8 +693,8 @@ def die_in_setup(world, workers, cause, at="set_up"):
 @pytest.mark.parametrize(
     ("rejoins", "at", "said"),
     [
-        (True, "set_up", "3 times in a row in setup"),
-        (False, "set_up", "3 times in a row in setup"),
+        (True, "setup", "3 times in a row in setup"),
+        (False, "setup", "3 times in a row in setup"),
         (True, "create_runner", "10 times in a row in initialization_hook or an import"),
     ],
 )
@@ -712,7 +712,7 @@ def test_three_crashes_in_setup_of_one_slot_alone_end_the_start(world):
 
     def die():
         for member in world.workers:
-            if member.slot.index == 1 and member.is_at("set_up"):
+            if member.slot.index == 1 and member.is_at("setup"):
                 member.die("fault")
         world.plan(0.0, die)
         world.on_meeting[:] = [lambda: world.workers[1].die("fault")]

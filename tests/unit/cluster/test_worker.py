@@ -417,7 +417,7 @@ def test_enter_sets_up_the_process_group_before_the_runner(worker):
     worker.runner.setup = lambda context: order.append("setup")
     worker.runner.rejoin = lambda context, leader_rank: order.append(("rejoin", leader_rank))
     worker.runner.warm_up = lambda: order.append("warm-up")
-    worker.set_up(WorkerContext(generation=1), "here")
+    worker.setup(WorkerContext(generation=1), "here")
     worker.rejoin(WorkerContext(generation=2), "there", 1)
     first = ["prepare", "left", ("group", "here"), "setup"]
     assert order == [*first, "left", ("group", "there"), ("rejoin", 1)]
@@ -428,7 +428,7 @@ def test_replacement_sets_up_alone_warms_up_and_knows_its_rank(worker):
     seen = []
     worker.runner.setup = seen.append
     worker.runner.warm_up = lambda: seen.append("warm-up")
-    assert worker.set_up(replace(context, is_alone=True), None).kind == "ok"
+    assert worker.setup(replace(context, is_alone=True), None).kind == "ok"
     alone = worker._backend.context
     assert (alone.world_rank, alone.world_size, alone.generation) == (0, 1, 4)
     assert seen == [replace(context, is_alone=True), "warm-up"]

@@ -153,7 +153,7 @@ GPUS = ("1", "3")
 
 def setups(member):
     """Return the arguments of the calls in which a worker sets up, whose answers still wait."""
-    return [task.arguments for task in member.queue if task.method == "set_up"]
+    return [task.arguments for task in member.queue if task.method == "setup"]
 
 
 def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
