@@ -156,7 +156,7 @@ class WorkerStarter:
     @property
     def may_join_later(self) -> bool:
         """Whether late workers can join after a start."""
-        return self.policy.survivors_stay and self.config.grow
+        return self.policy.survivors_stay and self.policy.may_grow
 
     def advance_if_allowed(self) -> None:
         """Advance the pending workers. Start missing ones if the group may grow."""
@@ -179,7 +179,7 @@ class WorkerStarter:
     def request_slots(self) -> bool:
         """Request the missing slots if the group may grow. Return whether one is free."""
         is_full = len(self.group.members) >= self.group.options.num_workers
-        may_grow = self.config.grow and not is_full and self._has_cooled_down()
+        may_grow = self.policy.may_grow and not is_full and self._has_cooled_down()
         return may_grow and any(slot.is_ready for slot in self.group.find_vacant_slots())
 
     def _has_cooled_down(self) -> bool:
