@@ -26,15 +26,21 @@
 transformers.
 """
 
-from raysgd.operators.base import ConfiguredOperator as ConfiguredOperator
-from raysgd.operators.base import SupervisedOperator as SupervisedOperator
-from raysgd.operators.classifiers import ImageClassifier as ImageClassifier
-from raysgd.operators.classifiers import SemanticSegmenter as SemanticSegmenter
-from raysgd.operators.classifiers import SequenceClassifier as SequenceClassifier
-from raysgd.operators.gan import GAN as GAN
-from raysgd.operators.language_model import LanguageModel as LanguageModel
-from raysgd.operators.regressor import Regressor as Regressor
-from raysgd.operators.with_metrics import WithMetrics as WithMetrics
+from raysgd.operators.base import ConfiguredOperator, SupervisedOperator
+from raysgd.operators.classifiers import ImageClassifier, SemanticSegmenter, SequenceClassifier
+from raysgd.operators.gan import GAN
+from raysgd.operators.language_model import LanguageModel
+from raysgd.operators.regressor import Regressor
+from raysgd.operators.with_metrics import WithMetrics
 
-# Export every class above.
-__all__ = sorted(name for name, value in globals().items() if isinstance(value, type))
+__all__ = [
+    "GAN",
+    "ConfiguredOperator",
+    "ImageClassifier",
+    "LanguageModel",
+    "Regressor",
+    "SemanticSegmenter",
+    "SequenceClassifier",
+    "SupervisedOperator",
+    "WithMetrics",
+]

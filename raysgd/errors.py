@@ -20,6 +20,20 @@ An exception from user code on a worker reaches the caller unchanged. Its ``__ca
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+__all__ = [
+    "BadStepsError",
+    "CallbackError",
+    "CheckpointError",
+    "CollectiveError",
+    "InsufficientResourcesError",
+    "RaySGDError",
+    "RemoteError",
+    "RemoteTraceback",
+    "ReplicasDifferError",
+    "WorkerLostError",
+    "WorkerTimeoutError",
+]
+
 
 class RaySGDError(Exception):
     """Base class of all errors that raysgd raises at run time."""
@@ -118,7 +132,3 @@ class RemoteTraceback(Exception):  # noqa: N818  a cause, never raised by itself
     def __str__(self) -> str:
         """Start the whole text on its own line, like a traceback."""
         return self._shown or f"\n{self.text}"
-
-
-# Export every class above.
-__all__ = sorted(name for name in globals() if name.endswith(("Error", "RemoteTraceback")))
