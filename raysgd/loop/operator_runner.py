@@ -93,9 +93,9 @@ class OperatorRunner(Runner, ABC):
         if train_state.context.world_size > 1:
             # Use the seed of rank 0, because each process may have drawn its own.
             seed, fingerprint = train_state.collectives.broadcast(
-                lambda: (train_state.position.seed, train_state.data.fingerprint()), 0
+                lambda: (train_state.data.seed, train_state.data.fingerprint()), 0
             )
-            train_state.reseed(seed)
+            train_state.data.reseed(seed)
             train_state.data.check_equal_data(fingerprint)
             for feature in train_state.features:
                 feature.sync_initial_state()

@@ -21,7 +21,8 @@ class DataSources(ABC):
     """The loaders of one operator, each wrapped in a `BatchSource`."""
 
     def __init__(self, settings: WorkerSettings, seed: int) -> None:
-        self._settings, self._seed = settings, seed
+        self._settings = settings
+        self.seed = seed  # of the order of epochs, if the loader has none of its own
         self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
         self.registered_loaders: dict[str, Any] = {}
         """The newest loaders, as user code passed them. Keys: train, validation."""
@@ -219,10 +220,10 @@ class DataSources(ABC):
     def own_seeds(self) -> dict[str, int]:
         return {name: s.own_seed for name, s in self._sources.items() if s.own_seed is not None}
 
-    def reseed(self, seed: int, loader_seeds: Mapping[str, int]) -> None:
-        self._seed = seed
+    def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
+        self.seed = seed
         for name, source in self._sources.items():
-            source.reseed(seed, loader_seeds.get(name))
+            source.reseed(seed, (loader_seeds or {}).get(name))
 
     def repartition(self) -> None:
         context, config_batch_size = self._settings.context, self._settings.config_batch_size

@@ -31,7 +31,6 @@ from raysgd.metrics import AverageMeterCollection
 class Position:
     """How far training is. Commits, ends of epochs, evaluations, and loaded states change it."""
 
-    seed: int
     epoch: int = 0
     offset: int = 0
     validation_offset: int = 0
@@ -107,7 +106,7 @@ class TrainState(ABC):
     initial_hyperparameters: Callable[[], Any]
     rescale_hyperparameters: Callable[[Any, Any], None]
 
-    def __init__(self, settings: WorkerSettings, seed: int) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self.timers = TimerCollection()
         self.timers.enabled = False
@@ -116,7 +115,7 @@ class TrainState(ABC):
         """Returns the samples per second of this worker; 0 if unknown. Another thread calls it."""
         self.lacks_state = False  # joins the group, and does not have its state yet
         self.is_damaged = False  # an update or a load left changes that no feature could restore
-        self.position = Position(seed)
+        self.position = Position()
         self.call = WorkerCall()  # the newest one
         # Of the segment in progress. The next segment resets them.
         self.segment: Any = None  # a Segment; None between them
@@ -153,8 +152,8 @@ class TrainState(ABC):
     # ---- position
 
     def saved_position(self) -> dict[str, Any]:
-        own, names = self.position, ("epoch", "offset", "validation_offset", "seed")
-        position = {name: getattr(own, name) for name in names}
+        own, names = self.position, ("epoch", "offset", "validation_offset")
+        position = {name: getattr(own, name) for name in names} | {"seed": self.data.seed}
         if (global_batch := self.data.training_source.global_batch_size) is not None:
             position["global_batch"] = global_batch
         if loader_seeds := self.data.own_seeds():
@@ -174,12 +173,8 @@ class TrainState(ABC):
         own.validation_offset = position.get("validation_offset", 0)
         self.data.trains_on = position.get("trains_on", "train")
         self.micro_batching.num_splits = position.get("split", 1)
-        self.reseed(position.get("seed", own.seed), position.get("loader_seeds", {}))
+        self.data.reseed(position.get("seed", self.data.seed), position.get("loader_seeds"))
         self.data.training_source.load_resume_info(position.get("stream", {}))
-
-    def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
-        self.position.seed = seed
-        self.data.reseed(seed, loader_seeds or {})
 
     # ---- steps
 

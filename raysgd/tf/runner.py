@@ -94,7 +94,7 @@ def build_operator(
     train_state = KerasTrainState(settings)
     operator = create_operator(operator_cls, config, train_state)
     if (seed := keras.src.utils.rng_utils.get_random_seed()) is not None:  # not public
-        train_state.reseed(seed)  # also the order of arrays, as in fit()
+        train_state.data.reseed(seed)  # also the order of arrays, as in fit()
     train_state.attributes = vars(operator)
     build_registered(train_state)
     return operator

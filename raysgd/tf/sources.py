@@ -51,7 +51,7 @@ class KerasSources(DataSources):
                 training=training,
                 batch_size=self.batch_size or settings.config_batch_size or _DEFAULT_BATCH_SIZE,
                 shuffle=self.shuffle,
-                seed=self._seed,
+                seed=self.seed,
                 config_batch_size=settings.config_batch_size,
                 **arguments,
             )

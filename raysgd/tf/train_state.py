@@ -32,8 +32,8 @@ class KerasTrainState(TrainState):
     optimization: Any  # a `KerasOptimization`, whose module imports this one
 
     def __init__(self, settings: KerasSettings) -> None:
-        super().__init__(settings, settings.options.seed)
-        self.data = KerasSources(settings, self.position.seed)
+        super().__init__(settings)
+        self.data = KerasSources(settings, settings.options.seed)
         self.collectives: KerasCollectives = create_collectives(settings)
         self.micro_batching = MicroBatching(self)
         self.generators = KerasRandomGenerators(self)

@@ -107,7 +107,7 @@ def build_operator(
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
             warn_of_other_loaders(operator, train_state.data.registered_loaders.values())
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
-    train_state.reseed(torch.initial_seed() % 2**62)
+    train_state.data.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     operator._update_features.unregistered_tensors.watch(operator)
     return operator

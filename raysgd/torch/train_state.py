@@ -39,9 +39,9 @@ class TorchTrainState(TrainState):
     models: list[torch.nn.Module]
 
     def __init__(self, settings: TorchSettings) -> None:
-        super().__init__(settings, seed=torch.initial_seed() % 2**62)
+        super().__init__(settings)
         options, device = settings.options, settings.device
-        self.data = TorchSources(settings, self.position.seed)
+        self.data = TorchSources(settings, torch.initial_seed() % 2**62)
         if device.type == "cuda":
             self.timing = StepTiming(functools.partial(torch.cuda.Event, enable_timing=True))
         self.generators = TorchRandomGenerators()

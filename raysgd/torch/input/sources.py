@@ -113,7 +113,7 @@ class TorchSources(DataSources):
             loader,
             training=training,
             partitions=settings.options.add_dist_sampler,
-            seed=self._seed,
+            seed=self.seed,
             config_batch_size=settings.config_batch_size,
             **settings.partition_arguments,
         )

@@ -129,7 +129,7 @@ class EqualBitsExchange(GroupExchange):
 
     def _seed_user_code(self, epoch: int) -> None:
         """Seed the generators for code of the next ``train_epoch`` before its first batch."""
-        seed_all(self._train_state.position.seed, epoch)
+        seed_all(self._train_state.data.seed, epoch)
 
     def begin_update(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""

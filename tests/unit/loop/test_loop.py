@@ -603,7 +603,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     whole, its_operator = loop_of(operator_cls, config)
     expected = train(whole, until_epoch=2)
     loop, operator = loop_of(operator_cls, config)
-    operator._train_state.reseed(its_operator._train_state.position.seed)
+    operator._train_state.data.reseed(its_operator._train_state.data.seed)
     at = data.draw(st.integers(0, 8))
     pause = data.draw(st.integers(at + 1, 9))
     operator.fail = pausing(loop, {at: pause})

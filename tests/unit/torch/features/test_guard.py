@@ -265,7 +265,7 @@ class Case(cases.Case):
         runner, context = self.make_runner(**options), self.context(rank)
         runner.setup(context)
         operator = runner.operator
-        assert operator._train_state.position.seed == 0  # of rank 0
+        assert operator._train_state.data.seed == 0  # of rank 0
 
         def train(until_step):
             goal = {"until_step": until_step, "until_epoch": 99}
