@@ -55,24 +55,22 @@ class HostError(Exception):
 # ---- on the driver
 
 
+@dataclass(eq=False)
 class HostWatch:
-    """The driver's end of the connection with one worker.
+    """The driver's end of the connection with one worker."""
 
-    If the worker is lost, the listener's thread calls `fail` with the error.
-    """
+    host: str
+    fail: Callable[[HostError], None]
+    """Called in the listener's thread if the worker is lost."""
+    monitor: HostMonitor
+    listener: Listener
+    is_silent: bool = False  # until the worker reconnects
+    _connection: socket.socket | None = None
+    _connected_at: float = 0.0
+    _is_closed: bool = False
 
-    def __init__(
-        self, host: str, fail: Callable[[HostError], None], monitor: HostMonitor, listener: Listener
-    ) -> None:
-        self.host = host
-        self._fail = fail
-        self._monitor = monitor
-        self._listener = listener
-        self._connection: socket.socket | None = None
-        self._connected_at = 0.0
-        self._is_closed = False
-        self.is_silent = False  # until the worker reconnects
-        self.address = listener.expect(self._watch)
+    def __post_init__(self) -> None:
+        self.address = self.listener.expect(self._watch)
 
     @property
     def is_reachable(self) -> bool:
@@ -88,7 +86,7 @@ class HostWatch:
 
     def close(self) -> None:
         self._is_closed = True
-        self._listener.forget(self.address)
+        self.listener.forget(self.address)
         if (connection := self._connection) is not None:
             shut_down(connection)
 
@@ -108,14 +106,14 @@ class HostWatch:
             self.is_silent = is_silent
             waited_s = time.monotonic() - ended_at
             may_return = not is_silent and waited_s < _RECONNECT_S
-            is_over = waited_s >= self._monitor.driver_grace_s
-            if is_over or (not may_return and self._monitor.is_any_reachable()):
+            is_over = waited_s >= self.monitor.driver_grace_s
+            if is_over or (not may_return and self.monitor.is_any_reachable()):
                 cause = "its host closed the connection to the driver"
                 if is_silent:
                     seconds = _KEEPALIVE_S + waited_s
                     cause = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
                 self.close()
-                self._fail(HostError(cause))
+                self.fail(HostError(cause))
                 return
             await asyncio.sleep(_RECONNECT_EVERY_S)
 

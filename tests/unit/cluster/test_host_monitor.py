@@ -81,7 +81,7 @@ def follow_silent(watch):
             connection.setblocking(False)
             await watch._watch(connection)
 
-    asyncio.run_coroutine_threadsafe(follow(), watch._listener._loop)
+    asyncio.run_coroutine_threadsafe(follow(), watch.listener._loop)
 
 
 # ---- the driver's end
