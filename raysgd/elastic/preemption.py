@@ -24,12 +24,9 @@ class PreemptionMonitor:
         self.must_save = False
         """Whether to save soon: workers leave before any worker can replace them.
 
-        `Supervisor` pauses the call, stores the state, and then sets a goal at which callbacks
-        save.
+        `Supervisor` pauses the call, stores the state, resets this, and then sets a goal at which
+        callbacks save.
         """
-
-    def note_saved(self) -> None:
-        self.must_save = False
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         members = list(self._group.members)

@@ -198,7 +198,7 @@ class Supervisor:
         execution.has_begun |= replay is None
         if self.preemption.must_save and call.can_pause:
             self.snapshots.rescue(self.rpc)
-            self.preemption.note_saved()
+            self.preemption.must_save = False
             execution.needs_goal = execution.saves_soon = True
         execution.attempt = None
         if self.rpc.is_pausing:  # the last attempt has not reached its pause
