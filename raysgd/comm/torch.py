@@ -110,10 +110,9 @@ class TorchCollectiveBackend(CollectiveBackend):
     def _reset(self) -> None:
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
-        self._owns_group = False
+        self._leaving = contextlib.ExitStack()  # ends what `setup` began
         self._group: GlooGroup | None = None
         self._mesh: PeerMesh | None = None
-        self._has_set_interface = False
         self._links: dict[str, float] = {}
         self._sent: dict[str, tuple[int, float]] = {}
         self._links_at = math.inf  # no links within one host
@@ -147,12 +146,12 @@ class TorchCollectiveBackend(CollectiveBackend):
             )
         if self._prepare_process is not None:
             self._prepare_process(context, rendezvous)
-        self._owns_group = True
+        self._leaving.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             own_address = worker_address(driver_host, context.node_ip)
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own_address)
-            self._has_set_interface = True
+            self._leaving.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
         store: Any = HashStore()
         if rendezvous is not None:
             store = self._client = TorchStore(rendezvous.store, self._timeout)
@@ -222,14 +221,11 @@ class TorchCollectiveBackend(CollectiveBackend):
         self._sent = sent
 
     def teardown(self) -> None:
-        if self._has_set_interface:
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
         if self._mesh is not None:
             self._mesh.close()
         if self._group is not None:
             self._group.release()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+        self._leaving.close()
         self._reset()
 
     def is_communication_error(self, error: BaseException) -> bool:
