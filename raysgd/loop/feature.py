@@ -10,7 +10,7 @@ from raysgd.loop.update import Update
 UPDATE_HOOKS = (
     "begin_update",
     "begin_micro_batch",
-    "filter_loss",
+    "observe_loss",
     "before_optimizer_step",
     "before_commit",
     "commit",
@@ -24,7 +24,7 @@ class UpdateFeature:
     A `TrainState` calls its features in order. `raysgd.loop.update` shows an update in detail:
 
     ===================  =======================================================================
-    an update            `begin_update`, `begin_micro_batch`, `filter_loss` for each loss,
+    an update            `begin_update`, `begin_micro_batch`, `observe_loss` for each loss,
                          `before_optimizer_step`, `before_commit`, and `commit`; or `roll_back`
     a call of ``train``  `check_parameters`, `begin_call`, updates, `end_epoch`, `check_parameters`,
                          `end_call`, and `sync_buffers`
@@ -32,7 +32,7 @@ class UpdateFeature:
     a state              `before_export`, `state_dict`; `check_state`, `load_state_dict`
     ===================  =======================================================================
 
-    Only PyTorch calls `filter_loss`, `before_optimizer_step`, `receive`, and the methods of states.
+    Only PyTorch calls `observe_loss`, `before_optimizer_step`, `receive`, and methods of states.
     Besides its own hooks and attributes, a feature may use:
 
     - The methods of the update. It may exchange held metrics, call `mark_bad` before an update that
@@ -84,9 +84,8 @@ class UpdateFeature:
     def begin_micro_batch(self, update: Update) -> None:
         """Prepare for the next micro-batch of the update."""
 
-    def filter_loss(self, update: Update, loss: Any, factors: Factors) -> Any:
-        """Return the loss whose gradients are computed. Its value must not change."""
-        return loss
+    def observe_loss(self, update: Update, loss: Any, factors: Factors) -> None:
+        """Read a loss before its gradients are computed, with these factors."""
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         """Read or change the gradients of an optimizer before its step."""

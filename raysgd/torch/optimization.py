@@ -118,8 +118,8 @@ class Optimization(UpdateFeature):
         if count.num_items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         else:
-            for feature in train_state.features_with["filter_loss"]:
-                loss = feature.filter_loss(update, loss, factors)
+            for feature in train_state.features_with["observe_loss"]:
+                feature.observe_loss(update, loss, factors)
         self._loss_weight = factors.loss
         loss = loss if factors.loss == 1.0 else loss * factors.loss
         train_state.precision.backward(loss, update.in_last_micro_batch)

@@ -50,16 +50,15 @@ class BadStepFilter(UpdateFeature):
     def begin_update(self, update: Update) -> None:
         self._loss_term, self._loss = 0.0, None
 
-    def filter_loss(self, update: Update, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
+    def observe_loss(self, update: Update, loss: torch.Tensor, factors: Factors) -> None:
         """Add the value of the loss."""
         if not update.is_open:  # outside of the loop, no update is left out
-            return loss
+            return
         value = loss.detach()
         term = value.double() * factors.loss
         if update.has_logical_workers:  # the sum must not depend on the workers
             term = (term.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
         self._loss_term = self._loss_term * factors.earlier + term + value * 0
-        return loss
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if not update.is_open:
