@@ -181,8 +181,8 @@ class Segment(Iterator[Any]):
                 f"groups of {len(self._update.plan.micro_batches)} batches from the iterator."
             )
         if self._update.optimizer_steps.came_late and self.num_committed:
-            text = "train_epoch must train a batch before it draws the next, or failures lose it."
-            self._train_state.settings.warn_once("late", text)
+            text = "train_epoch must train a batch before it draws the next, or failures lose it"
+            self._train_state.settings.warn_once("late", f"{text}, and EMA does not see it.")
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
             rest = self._control.next_batch(self._batches, None)

@@ -286,12 +286,17 @@ class Ahead(OwnStep):
 
 
 @pytest.mark.parametrize(
-    ("operator", "warning"),
-    [(Idle, "has made a step"), (OwnStep, ""), (Inner, ""), (Ahead, "before it draws the next")],
+    ("operator", "num_averaged", "warning"),
+    [
+        (Idle, 0, "has made a step"),
+        (OwnStep, 4, ""),
+        (Inner, 4, ""),
+        (Ahead, 0, "before it draws the next"),
+    ],
 )
-def test_missing_and_late_steps_of_optimizers_warn(caplog, operator, warning):
+def test_missing_and_late_steps_of_optimizers_warn(caplog, operator, num_averaged, warning):
     _, state = train(operator, {}, callbacks=[EMA(0.9)])
-    assert state["averages"]["count"] == 4
+    assert state["averages"]["count"] == num_averaged
     assert bool(warning) == ((warning or "optimizer") in caplog.text)
 
 
