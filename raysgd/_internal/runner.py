@@ -80,8 +80,11 @@ class Runner(Protocol):
     def setup(self, context: WorkerContext) -> None:
         """Create the operator or the function. The process group of this generation exists."""
 
-    def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
-        """Join a new generation and load the state of the leader. The process group exists."""
+    def rejoin(self, context: WorkerContext, leader_rank: int) -> str | None:
+        """Join a new generation and load the state of the leader. The process group exists.
+
+        Return a warning about what this generation has changed, if there is one.
+        """
 
     def progress(self, acknowledged_step: int = -1) -> Progress:
         """Return the progress of the work, without the points up to `acknowledged_step`."""

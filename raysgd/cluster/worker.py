@@ -172,9 +172,9 @@ class Worker:
     def rejoin(self, context: WorkerContext, rendezvous: Any, leader_rank: int) -> Outcome:
         """Join the process group of the next generation, and load the leader's state."""
 
-        def rejoin() -> None:
+        def rejoin() -> str | None:
             self._join_group(context, rendezvous)
-            self._live_runner.rejoin(context, leader_rank)
+            return self._live_runner.rejoin(context, leader_rank)
 
         return self._outcome_of(rejoin)
 

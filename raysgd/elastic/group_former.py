@@ -91,6 +91,8 @@ class GroupFormer:
         if attempt.has_failed:
             return self._handle_failed_rejoin(attempt, joining)
         self._replace_members(next_members, joining, began)
+        for warning in filter(None, {each.unpack() for each in attempt.outcomes.values()}):
+            logger.warning("%s", warning)
         return AttemptResult("ready")
 
     def _await_unreturned(self) -> LostWorkers:

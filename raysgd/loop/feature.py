@@ -46,6 +46,7 @@ class UpdateFeature:
 
     why_optimizer_step: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
+    warning = ""  # what the newest generation has changed, for the driver to log
 
     # ---- the group of workers
 

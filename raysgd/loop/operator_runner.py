@@ -48,7 +48,7 @@ class OperatorRunner(Runner, ABC):
 
     # ---- lifecycle
 
-    def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
+    def rejoin(self, context: WorkerContext, leader_rank: int) -> str | None:
         self._set_config_size(context)
         loop, train_state = self._hosted_loop, self._train_state
         position = train_state.saved_position()
@@ -64,6 +64,7 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(state["batching"])  # may differ in the setup
             train_state.data.check_equal_data(state["fingerprint"])
         train_state.data.warn_of_stale_ranks()
+        return "\n".join(filter(None, (each.warning for each in train_state.features)))
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, this worker's config, and arguments of `WorkerSettings`."""

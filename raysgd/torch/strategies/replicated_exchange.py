@@ -50,8 +50,8 @@ class WrapperExchange(GroupExchange):
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
     def begin_generation(self) -> None:
-        for wrapper, averaged in zip(self._wrappers, self._averaged, strict=True):
-            replicated_model.rebuild_reducer(wrapper, averaged)
+        warnings = map(replicated_model.rebuild_reducer, self._wrappers, self._averaged)
+        self.warning = "\n".join(filter(None, [*warnings]))
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         buffers: list[torch.Tensor] = []

@@ -13,7 +13,6 @@ The workers average gradients in the last micro-batch of an update:
 
 import inspect
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +30,6 @@ from raysgd.torch.modules import (
     uncompiled,
 )
 from raysgd.torch.tensors import call_after_backward, leaves_in, version_of
-
-logger = logging.getLogger(__name__)
 
 _pass_numbers = itertools.count()
 
@@ -283,12 +280,13 @@ def wrap(
     return replica
 
 
-def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -> None:
+def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -> str:
     """Rebuild the reducer of a wrapper, in place, for the current process group.
 
     Every rank must rebuild. A survivor orders its buckets by the gradients of its first step, and a
     replacement worker does not. With the old reducer, these workers would silently add up gradients
-    of different parameters. `required` is the result of `averaged_parameters`.
+    of different parameters. `required` is the result of `averaged_parameters`. Return a warning if
+    a communication hook was removed, or "".
     """
     group, comm_hooks = model.process_group, model._comm_hooks
     before = grad_flags(model.module)
@@ -303,18 +301,17 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.
     model.require_forward_param_sync = model.require_backward_grad_sync = True
-    model._comm_hooks = []
+    model._comm_hooks, warning = [], ""
     for hook, state in comm_hooks:
         if state is None or state is group:
             model.register_comm_hook(None if state is None else model.process_group, hook)
         else:
-            logger.warning(
-                "raysgd removed the communication hook %r, because workers left or joined. Its "
-                "state, a %s, differs between workers. Register it in on_world_change(self) "
-                "instead of setup.",
-                getattr(hook, "__name__", hook),
-                type(state).__name__,
+            warning = (
+                f"raysgd removed the communication hook {getattr(hook, '__name__', hook)!r}, "
+                f"because workers left or joined. Its state, a {type(state).__name__}, differs "
+                "between workers. Register it in on_world_change(self) instead of setup."
             )
+    return warning
 
 
 def averaged_parameters(model: DistributedDataParallel) -> dict[str, bool]:

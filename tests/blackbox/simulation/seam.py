@@ -268,6 +268,7 @@ class SimMember(WorkerHandle):
         self.pause = None
         self.snapshot_step = None
         self.speed = 0.0
+        self.warning = ""
         """Samples per second."""
         self.silent = False
         """Whether the process is stopped, so that it does and answers nothing."""
@@ -570,7 +571,7 @@ class SimMember(WorkerHandle):
         else:
             self.step, self.condition = leader.step, leader.condition
             self.weights = list(leader.weights)
-        self.end("ok")
+        self.end("ok", self.warning)
 
 
 class SimGroup(ActorGroup):

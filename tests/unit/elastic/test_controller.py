@@ -150,6 +150,15 @@ def test_forming_a_group_is_retried_twice(world, num_failures):
     assert controller.members == members
 
 
+def test_the_driver_logs_what_the_workers_warn_of_when_they_form_a_group(world, caplog):
+    controller = world.drive(3).controller
+    for member in controller.members:
+        member.warning = "removed a hook"
+    world.at_step(20, lambda: world.lose(1))
+    train(controller, max_failures=3)
+    assert caplog.text.count("removed a hook") == 2
+
+
 def test_a_restart_tears_down_the_worker_in_the_drivers_process(world, monkeypatch):
     controller = world.drive(2, rejoins=False).controller
     local, asked = controller.members[0], []
