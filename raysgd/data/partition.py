@@ -172,8 +172,10 @@ class EpochPartition:
             counted = [stop - first if counts else 0 for first, stop, counts in spans]
             total = sum(counted)
             for index, count in enumerate(counted):
-                fraction = min(count, 1) if count == total else count / total  # of all: an int
-                planned.append(MicroBatchPlan(count, fraction, step, index == len(counted) - 1))
+                weight = min(count, 1) if count == total else count / total  # of all: an int
+                if self.layout.has_logical_workers:  # which a worker has one or more of
+                    weight = count
+                planned.append(MicroBatchPlan(count, weight, step, index == len(counted) - 1))
         is_unsplit = not (self.layout.has_logical_workers or self.may_split)
         is_oversized = is_unsplit and any(self._num_micro_batches(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_oversized)
@@ -184,7 +186,9 @@ class MicroBatchPlan:
     """Size and weight, without data, of what a worker trains at a time: a batch, or rows of it."""
 
     num_samples: float | None = None  # without repeated samples; None: unknown
-    fraction: float = 1  # of the worker's samples in the step; 0 for repeated samples
+    weight: float = 1
+    """Weight of metrics without ``num_samples``: the fraction of the worker's samples in the step,
+    or, with logical workers, the number of samples. 0 for repeated samples."""
     step_index: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last one of the worker's batch
     num_splits: int = 1  # number of micro-batches of the same batch, after memory ran out
@@ -192,7 +196,7 @@ class MicroBatchPlan:
     @functools.cached_property
     def is_repeated(self) -> bool:
         """Whether another worker has the same samples, so that these do not count."""
-        return self.fraction == 0
+        return self.weight == 0
 
     def split(self, sizes: Sequence[int]) -> list[MicroBatchPlan]:
         """Split this batch, given the rows of each. A micro-batch of 0 rows repeats another."""
@@ -201,7 +205,7 @@ class MicroBatchPlan:
             replace(
                 self,
                 num_samples=None if self.num_samples is None else self.num_samples * size / total,
-                fraction=self.fraction * size / total,
+                weight=self.weight * size / total,
                 ends_step=self.ends_step and index == len(sizes) - 1,
                 num_splits=len(sizes),
             )

@@ -153,7 +153,7 @@ class LossWeights:
         micro_batch = update.micro_batch
         items = micro_batch.num_samples if count.num_items is None else count.num_items
         if items is None:
-            items = micro_batch.fraction
+            items = micro_batch.weight
         self._items = 0.0 if micro_batch.is_repeated else float(items)
         self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
         # An update of one micro-batch needs no plan.

@@ -42,20 +42,19 @@ class MetricsRecorder:
 
     def add_segment(self, start_step: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a segment that has ended, also by an error."""
-        merged = self._train_state.call.merged_metrics
-        recorded = self.own_metrics if self._merged_meters is None else merged
+        recorded = self._train_state.call.merged_metrics if self.is_merged else self.own_metrics
         recorded.append((start_step, metrics))
 
     @property
-    def _merged_meters(self) -> AverageMeterCollection | None:
-        train_state = self._train_state
-        return train_state.meters if train_state.update.has_logical_workers else None
+    def is_merged(self) -> bool:
+        """Whether each worker has the metrics of all workers."""
+        return self._train_state.update.has_logical_workers
 
     def export_call(self) -> dict[str, Any]:
         """Return the call, with the merged metrics of a segment that runs."""
         call, segment = self._train_state.call, self._train_state.segment
-        merged, meters = [*call.merged_metrics], self._merged_meters
-        if segment is not None and meters is not None:
+        merged, meters = [*call.merged_metrics], self._train_state.meters
+        if segment is not None and meters is not None and self.is_merged:
             merged.append((segment.start_step, meters.summary()))
         return {**vars(call), "merged_metrics": merged}
 

@@ -234,10 +234,7 @@ class OperatorBase:
         """Add the metrics of a micro-batch. They count if its update counts."""
         update = self._train_state.update
         micro_batch = update.micro_batch
-        # With logical workers, a worker's samples in a step depend on the number of workers.
-        samples = micro_batch.num_samples if update.has_logical_workers else None
-        default = micro_batch.fraction if samples is None else samples
-        weight = as_metrics(self.train_batch, metrics).get(NUM_SAMPLES, default)
+        weight = as_metrics(self.train_batch, metrics).get(NUM_SAMPLES, micro_batch.weight)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
         update.hold_metrics([MicroBatchMetrics(metrics, weight, micro_batch.ends_step)])

@@ -131,10 +131,10 @@ class OperatorRunner(Runner, ABC):
         train_state, segment = loop.train_state, loop.train_state.segment
         running = segment or loop.evaluation.batches
         meters = None if running is None else train_state.meters
-        is_merged = segment is not None and train_state.update.has_logical_workers
         source, snapshots, now = loop.source, loop.snapshots, train_state.position
         recorder = loop.recorder
-        num_copies = train_state.context.world_size if is_merged else 1
+        has_copies = recorder.is_merged and segment is not None
+        num_copies = train_state.context.world_size if has_copies else 1
         position = progress.ReportedPosition(
             epoch=now.epoch,
             in_epoch=now.offset > 0,

@@ -9,20 +9,19 @@ gradients of all parts are added up in the order of a fixed tree (`tree_sum.py`)
 Elsewhere, code asks for what the mode changes, not for its name:
 
 - ``options.layout``, which `TorchOptions.layout` makes: the strategy (`strategy_name`), the parts
-  of a step (`EpochPartition`), seeds for samples and user code (`MapStyleSource`), the batch size
-  in the config of a worker (`OperatorRunner`), of its loader (`PartitionedSource`, `DataSources`),
-  and in an error (`Options`), and errors for batches that must not be split
-  (`MicroBatching.refuse_split`) and data sets of a call (`OperatorTrainer.train`). `wrap_loader`
-  groups no iterable data sets into parts: an error of `TorchSources` replaces the warning of
-  `DataSources`.
+  of a step and the weights of their metrics (`EpochPartition`), seeds for samples and user code
+  (`MapStyleSource`), the batch size in the config of a worker (`OperatorRunner`), of its loader
+  (`PartitionedSource`, `DataSources`), and in an error (`Options`), and errors for batches that
+  must not be split (`MicroBatching.refuse_split`) and data sets of a call
+  (`OperatorTrainer.train`). `wrap_loader` groups no iterable data sets into parts: an error of
+  `TorchSources` replaces the warning of `DataSources`.
 - ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
   (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``update.has_logical_workers``: an update needs copies, ends with its commit, and counts as one of
   several micro-batches (`Update`). `Rollback` permits changes of parameters before it. Each worker
-  has the metrics of all (`MetricsRecorder`, `OperatorRunner`), whose sums have a fixed order
-  (`BadStepFilter`, `TrainingOperator`) and weights (`OperatorBase`). The total of losses
-  (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`). `BufferBackup`
-  leaves the buffers of micro-batches to `EqualBitsBuffers`.
+  has the metrics of all (`MetricsRecorder`), whose sums have a fixed order (`BadStepFilter`,
+  `TrainingOperator`). The total of losses (`LossWeights`). Errors for steps that cannot be made in
+  parts (`StepChecks`). `BufferBackup` leaves the buffers of micro-batches to `EqualBitsBuffers`.
 - ``num_operations`` of the process group, if this is gloo: whether ``train_batch`` communicates.
 """
 

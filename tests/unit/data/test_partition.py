@@ -198,8 +198,8 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
         assert is_end == [now != later for now, later in itertools.pairwise([*steps, None])]
         weights_of_steps = Counter()
         for each in plan.micro_batches:
-            assert bool(each.fraction) == bool(each.num_samples)  # metrics ignore repeated samples
-            weights_of_steps[each.step_index] += each.fraction
+            assert bool(each.weight) == bool(each.num_samples)  # metrics ignore repeated samples
+            weights_of_steps[each.step_index] += each.weight
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 
 
