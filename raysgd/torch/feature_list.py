@@ -35,6 +35,16 @@ def features_of(
 
     Shards roll back before `Rollback`, and the exchange commits before the buffers. The test
     ``test_phases.py`` has all pairs whose order matters, and why. `own` are those of the operator.
+
+    After a failed update, `roll_back` restores:
+
+    ===================  =======================================================================
+    shards               the version of the shards, and parameters of an optimizer that raised
+    precision, exchange  the scale of losses; hooks and flags of the backward passes
+    `Optimization`       gradients: none
+    `Rollback`           parameters, states and options of optimizers; schedulers
+    `BufferBackup`       buffers
+    ===================  =======================================================================
     """
     options = train_state.settings.options
     yield from train_state.placement.features  # shards
