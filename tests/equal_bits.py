@@ -77,7 +77,7 @@ def make_trainer(case, num_workers, operator_cls=Slow, config=(), **settings):
         num_workers=num_workers,
         use_gpu=False,
         exact=EqualBits(case.num_shards),
-        elastic=ElasticConfig(resize_cooldown_s=0.0, initial_s=0.1),
+        elastic=ElasticConfig(resize_cooldown_s=0.0, backoff_initial_s=0.1),
         **{"scheduler_step_freq": "batch", **case.settings, **settings},
     )
 

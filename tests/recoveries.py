@@ -134,7 +134,7 @@ class Round:
             num_workers=num_workers,
             min_workers=1,
             use_gpu=False,
-            elastic=ElasticConfig(initial_s=0.2, max_s=2.0, resize_cooldown_s=0.0),
+            elastic=ElasticConfig(backoff_initial_s=0.2, backoff_max_s=2.0, resize_cooldown_s=0.0),
             callbacks=callbacks,
         )
         self.num_seen = len(self.trainer.events)

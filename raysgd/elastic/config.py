@@ -26,9 +26,9 @@ class ElasticConfig:
 
     max_attempts: int = 10
     """Limit of waits for workers, of failed replacements in a row, and of losses before a call."""
-    initial_s: float = 1.0
+    backoff_initial_s: float = 1.0
     """Seconds before the second attempt. Each further wait is twice as long."""
-    max_s: float = 60.0
+    backoff_max_s: float = 60.0
     """Maximum duration of a wait, in seconds."""
     resize_cooldown_s: float = 10.0
     """Seconds between two changes of the group size when resources become free. Replacements of
@@ -52,7 +52,7 @@ class ElasticConfig:
     def __post_init__(self) -> None:
         where = "ElasticConfig"
         set_fields(self, max_attempts=as_int(where, "max_attempts", self.max_attempts, 1))
-        for name in ("initial_s", "max_s", "resize_cooldown_s", "driver_grace_s"):
+        for name in ("backoff_initial_s", "backoff_max_s", "resize_cooldown_s", "driver_grace_s"):
             check_number(where, name, getattr(self, name))
         check_flags(where, grow=self.grow)
         check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))

@@ -128,10 +128,10 @@ def may_have_only_copy(progress: Progress) -> bool:
 def backoff_s(attempt: int, config: ElasticConfig) -> float:
     """Return the seconds to wait after a failure. `attempt` counts from 0.
 
-    >>> [backoff_s(n, ElasticConfig(max_s=5.0)) for n in range(4)]
+    >>> [backoff_s(n, ElasticConfig(backoff_max_s=5.0)) for n in range(4)]
     [1.0, 2.0, 4.0, 5.0]
     """
-    return min(config.max_s, config.initial_s * 2.0 ** min(attempt, 60))
+    return min(config.backoff_max_s, config.backoff_initial_s * 2.0 ** min(attempt, 60))
 
 
 def choose_pause_step(progress: Sequence[Progress], lead_s: float) -> int:

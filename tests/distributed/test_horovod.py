@@ -92,7 +92,7 @@ def trainer(module_cluster):
         num_workers=2,
         backend="horovod",
         scheduler_step_freq="epoch",
-        elastic=ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0),
+        elastic=ElasticConfig(backoff_initial_s=0.2, resize_cooldown_s=0.0),
         timeout_s=120,
     ) as made:
         yield made

@@ -63,7 +63,7 @@ def function():
         train.report(step=step, size=train.world_size(), begun=begun)
         train.save_checkpoint(step=step)
 
-elastic = ElasticConfig(initial_s=0.5, max_s=1.0, resize_cooldown_s=0.0)
+elastic = ElasticConfig(backoff_initial_s=0.5, backoff_max_s=1.0, resize_cooldown_s=0.0)
 trainer = Trainer(BackendConfig(), (1, 2), logdir=sys.argv[1], max_retries=1, elastic=elastic)
 trainer.start()
 lives, saved = [], 0

@@ -21,7 +21,7 @@ from tests.tf_operators import Digits, digits, replica_hash, weights
 
 pytestmark = needs_tensorflow
 
-QUICK = ElasticConfig(initial_s=0.2, max_s=2.0, resize_cooldown_s=0.0)
+QUICK = ElasticConfig(backoff_initial_s=0.2, backoff_max_s=2.0, resize_cooldown_s=0.0)
 STEPS = {"shuffle": False, "optimizer": "SGD", "lr": 0.1}
 """Config of steps that depend only on the data, not on random numbers."""
 OWN_STEPS = {**STEPS, "data": "tf", "shuffle_validation": True, "own_step": True}

@@ -60,7 +60,7 @@ def raise_alone(config):
 def test_workers_train_in_step(name, ray_cluster, tmp_path):
     pytest.importorskip("tensorflow") if name == "tensorflow" else import_horovod()
     function = runpy.run_path(str(EXAMPLES / f"functions_{name}.py"))["train_func"]
-    elastic, seen = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0), Seen()
+    elastic, seen = ElasticConfig(backoff_initial_s=0.2, resize_cooldown_s=0.0), Seen()
     trainer = Trainer(name, num_workers=2, logdir=tmp_path / "runs", elastic=elastic)
     trainer.start()
     try:

@@ -22,7 +22,7 @@ SAMPLES_PER_WORKER = 4 * 50
 GRACE_S = 40.0 if IN_SOAK else 6.0
 LOST_S = 5.0
 """Most seconds from the cut of a host's network to the next step, on the idle machine of a soak."""
-ELASTIC = {"initial_s": 0.2, "max_s": 2.0, "resize_cooldown_s": 0.5}
+ELASTIC = {"backoff_initial_s": 0.2, "backoff_max_s": 2.0, "resize_cooldown_s": 0.5}
 
 pytestmark = pytest.mark.slow("Ray starts on three hosts, and each fault takes seconds")
 

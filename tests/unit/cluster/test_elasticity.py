@@ -184,7 +184,7 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world, two_of_three):
 @pytest.mark.parametrize("failing", ["setup_error", "join_error"])
 def test_replacement_that_raises_is_retried_later(world, failing):
     world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0, initial_s=2.0).controller
+    controller = world.drive(3, resize_cooldown_s=0.0, backoff_initial_s=2.0).controller
     every_new(world, **{failing: StopIteration("no such file")})
     world.room = 3
     world.plan(4.0, world.on_new_worker.clear)
@@ -483,7 +483,7 @@ def test_without_snapshots_lost_shards_end_the_call(world):
 
 
 def test_a_restart_waits_for_room_longer_each_time(world):
-    controller = world.drive(3, min_workers=2, initial_s=1.0).controller
+    controller = world.drive(3, min_workers=2, backoff_initial_s=1.0).controller
     began = []
 
     def lose_room():
@@ -500,7 +500,7 @@ def test_a_restart_waits_for_room_longer_each_time(world):
 
 
 def test_a_restart_without_room_fails_and_keeps_the_state(world):
-    controller = world.drive(3, min_workers=2, initial_s=0.5, max_attempts=3).controller
+    controller = world.drive(3, min_workers=2, backoff_initial_s=0.5, max_attempts=3).controller
     run_until(controller, 15)
     world.room = 0
     lose_all(world)
@@ -546,7 +546,7 @@ def test_too_few_workers_wait_for_replacements(world):
 
 
 def test_call_fails_without_replacements_and_the_state_can_be_read(world):
-    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).controller
+    controller = world.drive(3, min_workers=3, backoff_initial_s=0.5, max_attempts=3).controller
 
     def lose_with_its_node():
         world.room = 2
@@ -571,7 +571,7 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
 )
 def test_a_later_call_retries_replacements_that_failed(world, failing, error, num_tries, caplog):
     """The user may have fixed the cause of the error in `setup`."""
-    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).controller
+    controller = world.drive(3, min_workers=3, backoff_initial_s=0.5, max_attempts=2).controller
     every_new(world, **{failing: error})
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match=f"min_workers=3, and replacements fail: {error}"):

@@ -47,7 +47,9 @@ def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
     ("phase", "after_s", "most"), [("start", 0.1, 5), ("set up", 0.3, 3), ("ready", 0.8, 5)]
 )
 def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after_s, most):
-    controller = world.drive(3, resize_cooldown_s=0.0, initial_s=2.0, max_attempts=5).controller
+    controller = world.drive(
+        3, resize_cooldown_s=0.0, backoff_initial_s=2.0, max_attempts=5
+    ).controller
     lives_s = iter([after_s] * (most - 1) + [0.0] + [after_s] * most)
     began = []
 

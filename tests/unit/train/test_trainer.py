@@ -99,8 +99,8 @@ WRONG_KINDS = [
     ({"metadata": "by me"}, r"metadata='by me'\): must be a dict"),
     ({"dataset_config": ["train"]}, r"dataset_config=\['train'\]\): must be a dict"),
     (
-        {"run_config": RunConfig(failure_config=FailureConfig(elastic={"max_s": 1}))},
-        r"elastic={'max_s': 1}\): must be an ElasticConfig",
+        {"run_config": RunConfig(failure_config=FailureConfig(elastic={"backoff_max_s": 1}))},
+        r"elastic={'backoff_max_s': 1}\): must be an ElasticConfig",
     ),
 ]
 
