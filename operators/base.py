@@ -228,9 +228,7 @@ class SupervisedOperator(ConfiguredOperator):
         In `trainer.predict`, the target can be missing, and is None. If you override `predict` to
         read other batches, also override `num_items` if necessary.
         """
-        if isinstance(batch, torch.Tensor):
-            batch = (batch,)
-        *features, target = batch if len(batch) > 1 else (*batch, None)
+        features, target = split_target(batch)
         return self.model(*features), target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -293,3 +291,9 @@ class SupervisedOperator(ConfiguredOperator):
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         with self.autocast():
             return to_full_precision(self.predict(self.to_device(batch))[0])
+
+
+def split_target(batch: Any) -> tuple[list[Any], Any]:
+    """Return the features and the target of a batch. A single tensor is a feature."""
+    values = [batch] if isinstance(batch, torch.Tensor) else list(batch)
+    return (values[:-1], values[-1]) if len(values) > 1 else (values, None)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from raysgd._internal.imports import import_extra
 from raysgd.metrics import Sums, ratio
-from raysgd.operators.base import SupervisedOperator
+from raysgd.operators.base import SupervisedOperator, split_target
 
 
 class ImageClassifier(SupervisedOperator):
@@ -118,8 +118,8 @@ class SequenceClassifier(ImageClassifier):
             inputs = dict(batch)
             target = inputs.pop("labels", None)
         else:
-            *values, target = batch
-            inputs = dict(zip(("input_ids", "attention_mask"), values, strict=False))
+            features, target = split_target(batch)
+            inputs = dict(zip(("input_ids", "attention_mask"), features, strict=False))
         output = self.model(**inputs)
         return getattr(output, "logits", output), _as_classes(target)
 

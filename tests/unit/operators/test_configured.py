@@ -15,6 +15,8 @@ from raysgd.operators import (
     LanguageModel,
     Regressor,
     SemanticSegmenter,
+    SequenceClassifier,
+    SupervisedOperator,
 )
 from raysgd.testing import run_operator
 from raysgd.utils import BATCH_SIZE
@@ -195,8 +197,22 @@ def test_ignored_targets_do_not_count_in_a_workers_weight(operator_cls, config, 
     assert found == counts
 
 
-@pytest.mark.parametrize("operator_cls", [ImageClassifier, Regressor, SemanticSegmenter])
+class Embedding(torch.nn.Embedding):
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+READY_MADE = [getattr(operators, name) for name in operators.__all__]
+PREDICTORS = [each for each in READY_MADE if issubclass(each, SupervisedOperator)]
+
+
+@pytest.mark.parametrize("operator_cls", sorted({*PREDICTORS} - {SupervisedOperator}, key=str))
 def test_batches_to_predict_need_no_target(operator_cls):
-    operator, features = run_operator(operator_cls, {"model": CONV}), torch.ones(2, 3, 2, 2)
-    for batch in (features, [features]):
-        assert torch.equal(operator.predict_batch(batch, {}), CONV(features))
+    model, features, seen = CONV, torch.ones(2, 3, 2, 2), slice(None)
+    if operator_cls in (LanguageModel, SequenceClassifier):
+        model, features = Embedding(5, 2), torch.tensor([[1, 2], [3, 4]])
+    if operator_cls is LanguageModel:  # the last token is a target
+        seen = slice(-1)
+    operator = run_operator(operator_cls, {"model": model})
+    for batch in (features, [features], (features,)):
+        assert torch.equal(operator.predict_batch(batch, {}), model(features[:, seen]))
