@@ -103,7 +103,8 @@ class Segment(Iterator[Any]):
 
     def _draw_batch(self) -> None:
         """Add a batch to the update, in micro-batches. Raise StopIteration if the segment ends."""
-        can_read = self._prefetched is None and not self.has_loader_failed
+        has_failed = self.has_loader_failed or self._update.is_committing
+        can_read = self._prefetched is None and not has_failed
         if can_read and not self._drawn:  # another update, unless the segment ends
             is_over = self._is_exhausted or self.num_committed == self.total_steps
             pause_step = min(self.pause_step, self._control.driver_pause_step)
@@ -174,6 +175,11 @@ class Segment(Iterator[Any]):
             raise RuntimeError(
                 "train_epoch caught an error of its loader, which cannot continue. Raise the error "
                 "again, or skip broken samples in the data set."
+            )
+        if self._update.is_committing:
+            raise RuntimeError(
+                "train_epoch caught an error at the end of an update, which therefore does not "
+                "count. Raise the error again."
             )
         if self._update.is_open:
             raise RuntimeError(

@@ -229,10 +229,11 @@ def test_after_an_error_before_the_first_batch_an_iteration_can_begin():
     assert list(Segment(train_state, steps.source, LoopControl())) == ["a", "b"]
 
 
-def optimize(train_state, loss, count):
+def optimize(train_state, loss, count, updates=True):
     (optimization,) = (f for f in train_state.features if isinstance(f, Optimization))
     optimization.backward(loss, count)
-    optimization.step(train_state.optimizers[0])
+    if updates:
+        optimization.step(train_state.optimizers[0])
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -245,6 +246,19 @@ def test_a_loop_that_catches_an_error_of_its_loader_is_an_error(at):
     with pytest.raises(RuntimeError, match="train_epoch caught an error of its loader"):
         steps.finish()
     assert train_state.position.global_step == at // 2 * 2
+
+
+def test_a_loop_that_catches_an_error_of_an_update_is_an_error():
+    train_state, steps = make_steps(range(6), size=2)
+    for _ in range(2):
+        next(steps)
+        optimize(train_state, train_state.models[0].weight.sum(), 1, updates=False)
+    with pytest.raises(RuntimeError, match="makes no update in the last batch"):
+        next(steps)
+    assert list(steps) == []
+    with pytest.raises(RuntimeError, match="train_epoch caught an error at the end of an update"):
+        steps.finish()
+    assert rest_after_error(steps) == [*range(6)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
