@@ -52,8 +52,8 @@ class Recovering(Ledger):
     def setup(self, config):
         self.folder = Path(config["folder"])
         if (self.folder / "hold").exists():
-            self.obey("newcomer")
-            (self.folder / "newcomer waits").touch()
+            self.obey("replacement")
+            (self.folder / "replacement waits").touch()
             wait_until(lambda: not (self.folder / "hold").exists(), SOON_S)
         torch.manual_seed(config["seed"])
         models = [Weights(config["num_samples"]).double(), Weights(1).double()]
@@ -105,7 +105,7 @@ class Recovering(Ledger):
         elif word == "cut":
             (self.folder / "cut").write_text(arguments[0] if arguments else socket.gethostname())
         elif word == "release":
-            wait_until((self.folder / "newcomer waits").exists, SOON_S)
+            wait_until((self.folder / "replacement waits").exists, SOON_S)
             (self.folder / "hold").unlink()
         return word
 
@@ -264,13 +264,16 @@ def saves(each):
 def joins(each):
     """Let a worker join at a step. Some die in `setup` before, or a member dies in that step."""
     lost, step = each.draw.randrange(3), each.draw_step(most=10)
-    joined, trouble = step + each.draw.randint(2, 10), each.draw.choice(["", "newcomer", "member"])
-    (each.folder / "newcomer waits").unlink(missing_ok=True)
+    joined, trouble = (
+        step + each.draw.randint(2, 10),
+        each.draw.choice(["", "replacement", "member"]),
+    )
+    (each.folder / "replacement waits").unlink(missing_ok=True)
     (each.folder / "hold").touch()
     each.order(lost, step, KILL)
     each.order(0, joined, "release")
-    if trouble == "newcomer":
-        (each.folder / "newcomer").write_text(KILL)
+    if trouble == "replacement":
+        (each.folder / "replacement").write_text(KILL)
     elif trouble == "member":
         each.order(each.draw.randrange(2), joined, KILL, 1)
     each.lose(joined + 1)

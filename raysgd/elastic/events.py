@@ -13,7 +13,7 @@ EventKind = Literal[
     "resumed",
     "grown",
     "restarted",
-    "newcomer_failed",
+    "replacement_failed",
     "waiting",
     "user_error",
     "draining",

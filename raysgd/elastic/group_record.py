@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _WARNINGS = {
     "lost": "Lost %(names)s: %(cause)s",
-    "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
+    "replacement_failed": "A replacement worker failed before it joined: %(cause)s",
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
     "waiting": "%(cause)s. Waiting %(seconds).1f s for workers.",

@@ -253,7 +253,7 @@ class WorkerStarter:
         self._remove(worker)
         handle, slot, phase = worker.handle, worker.slot, worker.phase
         cause = cause_of(handle, error)
-        self.record.add_event("newcomer_failed", [] if handle is None else [handle], cause=cause)
+        self.record.add_event("replacement_failed", [] if handle is None else [handle], cause=cause)
         if is_worker_failure(error):
             self._lost_slots.add(slot)
             before, count = self._crashes_in_row.get(slot, (phase, 0))

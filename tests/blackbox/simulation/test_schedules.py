@@ -23,8 +23,8 @@ actions = st.one_of(
     st.tuples(st.just("error"), ranks),
     st.tuples(st.just("room"), st.integers(0, 5)),
     st.tuples(st.just("deaf"), ranks),
-    st.tuples(st.just("lose_newcomer")),
-    st.tuples(st.just("lose_newcomer_as_it_joins")),
+    st.tuples(st.just("lose_replacement")),
+    st.tuples(st.just("lose_replacement_as_it_joins")),
     st.tuples(st.just("bad_setup"), st.booleans()),
     st.tuples(st.just("bad_join"), st.booleans()),
 )
@@ -55,14 +55,14 @@ class Run:
     def _prepare(self, member):
         if self.setup_is_bad:
             member.setup_error = ValueError("bad setup")
-        if self.join_is_bad and self.world.driver.workers:  # a newcomer, not a restart
+        if self.join_is_bad and self.world.driver.workers:  # a replacement, not a restart
             member.join_error = ValueError("bad join")
 
     def member(self, rank):
         members = self.driver.workers
         return members[rank] if rank < len(members) else None
 
-    def newcomers(self):
+    def replacements(self):
         members = self.driver.workers
         return [w for w in self.world.workers if not w.dead and w not in members and not w.step]
 
@@ -98,12 +98,12 @@ class Run:
             self.killed.add(member)  # it is lost at the next interruption
             member.deaf = True
 
-    def lose_newcomer(self):
-        for newcomer in self.newcomers():
-            newcomer.die("OOM before it joined")
+    def lose_replacement(self):
+        for replacement in self.replacements():
+            replacement.die("OOM before it joined")
 
-    def lose_newcomer_as_it_joins(self):
-        self.world.on_meeting.append(self.lose_newcomer)
+    def lose_replacement_as_it_joins(self):
+        self.world.on_meeting.append(self.lose_replacement)
 
     def bad_setup(self, on):
         self.setup_is_bad = on
@@ -187,13 +187,13 @@ class Run:
 
 # a worker dies while the other is a step ahead, and later the other dies
 AHEAD = [(10, ("lose", 0, {1}, set())), (50, ("lose", 1, {0}, {0}))]
-# a newcomer dies while it joins, and so does a member
+# a replacement dies while it joins, and so does a member
 JOINING = [
     (10, ("lose", 1, set(), set())),
-    (12, ("lose_newcomer_as_it_joins",)),
+    (12, ("lose_replacement_as_it_joins",)),
     (12, ("lose_as_all_join", 0)),
 ]
-# no room for a while, and newcomers whose setup fails
+# no room for a while, and replacements whose setup fails
 NO_ROOM = [
     (6, ("room", 1)),
     (8, ("lose_all",)),

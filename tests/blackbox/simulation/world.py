@@ -180,7 +180,7 @@ class World:
             assert leader in good or not good, "a damaged state counts"
             furthest = max((m.step for m in good or old), default=self.kept_by_driver)
             assert leader.step == furthest, "a committed step is given up"
-            assert leader in old or not old, "a newcomer leads"
+            assert leader in old or not old, "a new worker leads"
         contexts = {rank: m.meeting.context for rank, m in here.items()}
         assert all(c.world_size == meeting.size for c in contexts.values())
         for rank, m in here.items():

@@ -189,7 +189,7 @@ def test_replacement_that_raises_is_retried_later(world, failing):
     world.room = 3
     world.plan(4.0, world.on_new_worker.clear)
     assert run_until(controller, 400, max_failures=0) == [400] * 3
-    failed = [event for event in controller.events if event.kind == "newcomer_failed"]
+    failed = [event for event in controller.events if event.kind == "replacement_failed"]
     assert {event.cause for event in failed} == {"no such file"}
     assert run.call.history.num_failures == 0
     assert world.trained == list(range(1, 401))
@@ -204,7 +204,7 @@ def test_death_during_a_join_counts_only_for_members_and_replacements_join_later
     assert run_until(two_of_three, 400, max_failures=num_failures) == [400] * 3
     assert world.workers[rank] not in two_of_three.members
     assert run.call.history.num_failures == num_failures
-    assert kinds(two_of_three).count("newcomer_failed") == 1 - num_failures
+    assert kinds(two_of_three).count("replacement_failed") == 1 - num_failures
     assert world.trained == list(range(1, 401))
 
 
@@ -518,7 +518,7 @@ def test_loss_at_the_begin_of_a_restart_replaces_one_worker(world):
     lose_all(world)
     world.on_meeting.append(lambda: world.workers[4].die("again"))
     assert run_until(controller, 60, max_failures=1) == [60] * 3
-    assert kinds(controller)[-2:] == ["newcomer_failed", "restarted"]
+    assert kinds(controller)[-2:] == ["replacement_failed", "restarted"]
     assert {world.workers[3], world.workers[5]} < set(controller.members)  # they stay members
 
 
@@ -576,7 +576,7 @@ def test_a_later_call_retries_replacements_that_failed(world, failing, error, nu
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match=f"min_workers=3, and replacements fail: {error}"):
         run_until(controller, 100, max_failures=1)
-    assert kinds(controller).count("newcomer_failed") == num_tries
+    assert kinds(controller).count("replacement_failed") == num_tries
     assert f"replacements fail: {error}. Waiting 0.5 s for workers." in caplog.text
     every_new(world, **{failing: None})
     assert run_until(controller, 100, max_failures=1) == [100] * 3
@@ -644,7 +644,7 @@ def test_worker_lost_during_a_start_is_replaced_alone(slow_world, when):
     else:
         world.on_meeting.append(lambda: world.workers[1].die("OOM"))
     controller = world.drive(3, min_workers=3).controller
-    assert kinds(controller) == ["newcomer_failed", "started"]
+    assert kinds(controller) == ["replacement_failed", "started"]
     assert set(controller.members) == {world.workers[n] for n in (0, 2, 3)}
     assert [member.num_joins for member in controller.members] == [1] * 3
     assert run_until(controller, 20) == [20] * 3

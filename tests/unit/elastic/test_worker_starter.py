@@ -80,7 +80,7 @@ def test_replacements_start_again_after_a_new_loss_and_in_a_later_call(world, is
     world.at_step(100, lambda: (world.on_new_worker.clear(), is_lost and world.lose(1)))
     assert is_lost or len(run_until(controller, 200)) == 2
     assert run_until(controller, 400, max_failures=1) == [400] * 3
-    assert kinds(controller).count("newcomer_failed") == 1
+    assert kinds(controller).count("replacement_failed") == 1
 
 
 # ---- late workers of a start
@@ -225,5 +225,5 @@ def test_a_worker_that_cannot_be_started_is_tried_again_later(world, error):
     with pytest.raises(KeyboardInterrupt) if not str(error) else contextlib.nullcontext():
         run_until(controller, 200)
     assert run_until(controller, 400) == [400] * 3
-    (failed,) = (event for event in controller.events if event.kind == "newcomer_failed")
+    (failed,) = (event for event in controller.events if event.kind == "replacement_failed")
     assert str(error) in failed.cause

@@ -221,9 +221,9 @@ class Group:
         if survivors:
             self.resume_info = copy.deepcopy(survivors[0].resume_info(0, self.offset))
         survivors = survivors[:size]
-        newcomers = size - len(survivors)
+        num_new = size - len(survivors)
         self.sources = survivors + [
-            wrap(self.make(), world_size=1, layout=self.layout) for _ in range(newcomers)
+            wrap(self.make(), world_size=1, layout=self.layout) for _ in range(num_new)
         ]
         for rank, source in enumerate(self.sources):
             source.repartition(size, rank, None)
