@@ -189,15 +189,18 @@ class OperatorBase:
             train_state.meters = meters
         # Within an epoch of training, the loop has not prepared the evaluation.
         evaluating = train_state.evaluating if is_training else contextlib.nullcontext
-        with train_state.timing.paused(), evaluating(), self._eval_mode():
-            for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, iterator=val_iterator)
-                metrics = self.validate_batch(batch, batch_info)
-                meters.update(metrics, as_metrics(self.validate_batch, metrics).get(NUM_SAMPLES, 1))
-        if is_training:
-            train_state.restore_modes()
-        elif before is not None:  # user code may call `train_epoch`, and that may call this method
-            train_state.meters = before
+        try:
+            with train_state.timing.paused(), evaluating(), self._eval_mode():
+                for batch_idx, batch in enumerate(val_iterator):
+                    batch_info = self._batch_info(info, batch_idx, iterator=val_iterator)
+                    result = self.validate_batch(batch, batch_info)
+                    metrics = as_metrics(self.validate_batch, result)
+                    meters.update(metrics, metrics.get(NUM_SAMPLES, 1))
+        finally:
+            if is_training:
+                train_state.restore_modes()
+            elif before is not None:  # user code calls `train_epoch`, which may call this method
+                train_state.meters = before
         return meters.summary()
 
     # ---- for subclasses

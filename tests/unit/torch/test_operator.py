@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raysgd import TrainingOperator
 from raysgd._internal import step_timing
 from raysgd._internal.runner import WorkerContext
+from raysgd.metrics import AverageMeterCollection
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from tests.operators import Classifier, local, make_model, register_all
@@ -156,6 +157,32 @@ def test_validation_is_in_eval_mode_without_gradients_and_sees_every_batch():
     after = operator.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.is_grad_enabled()
+
+
+def test_a_validation_that_fails_within_an_epoch_leaves_the_modes_of_training(make_trainer):
+    modes = []
+
+    class Validating(Classifier):
+        def train_epoch(self, iterator, *arguments, **named):
+            with pytest.raises(ZeroDivisionError):
+                self.validate(1 // 0 for _ in range(1))
+            modes.append(self.model.training)
+            return super().train_epoch(iterator, *arguments, **named)
+
+        def train_batch(self, batch, batch_info):
+            modes.append(self.model.training)
+            return super().train_batch(batch, batch_info)
+
+    make_trainer(Validating).train(num_steps=1)
+    assert modes == [True, True]
+
+
+def test_a_validation_that_fails_leaves_the_metrics_of_an_epoch():
+    operator = run_operator(Classifier)
+    operator._train_state.meters = before = AverageMeterCollection()
+    with pytest.raises(ZeroDivisionError):
+        operator.validate(1 // 0 for _ in range(1))
+    assert operator._train_state.meters is before
 
 
 def test_validation_within_an_epoch_takes_no_time_of_a_step(make_trainer, monkeypatch):
