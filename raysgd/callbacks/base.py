@@ -49,6 +49,9 @@ class Callback:
             on_exception                   when train(), validate() or fit() raises
         on_train_end
 
+    With ``use_local=True`` and one worker, this thread trains. Another thread then calls `on_log`
+    and `on_progress` during training, and never at the same time as another hook.
+
     If a callback raises, the others are still called, and no step is lost. Then the call raises a
     :class:`raysgd.errors.CallbackError` that names the callback and the hook.
     """

@@ -312,6 +312,34 @@ def test_progress_and_speed_of_a_local_worker_arrive_during_its_call():
     assert "raysgd-progress" not in names
 
 
+def test_only_on_log_and_on_progress_of_a_local_worker_run_in_another_thread():
+    seen, logged = set(), threading.Event()
+
+    class Slow(Classifier):
+        def train_batch(self, batch, batch_info):
+            assert batch_info["batch_idx"] != 2 or logged.wait(60)
+            return super().train_batch(batch, batch_info)
+
+    class Threads(Spy):
+        def note(self, hook, detail=None):
+            thread = threading.current_thread()
+            seen.add((hook, thread is threading.main_thread() or thread.name))
+
+        def on_log(self, trainer, call, metrics):
+            self.note("on_log")
+            logged.set()
+
+        def on_progress(self, trainer, kind, progress):
+            self.note("on_progress")
+
+    spy = Threads(pause_every=4)
+    local(Slow, callbacks=[spy]).fit(1, log_every=1)
+    elsewhere = {("on_log", "raysgd-progress"), ("on_progress", "raysgd-progress")}
+    assert elsewhere <= seen
+    assert {hook for hook, _ in seen - elsewhere} > {"on_pause", "on_epoch_end", "on_log"}
+    assert {thread for _, thread in seen - elsewhere} == {True}
+
+
 def test_a_failing_on_progress_runs_once_per_call(make_trainer):
     class Failing(Callback):
         num_calls = 0
