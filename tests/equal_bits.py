@@ -3,8 +3,8 @@
     python -m tests.equal_bits
     python -m tests.equal_bits --seeds 0
 
-Rank processes without Ray train each model for 3 epochs with 8 shards. Then trainers with random
-kills and joins train some of the models, and resume on other numbers of workers.
+Rank processes without Ray train each model for 3 epochs with 8 logical workers. Then trainers with
+random kills and joins train some of the models, and resume on other numbers of workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.unit.torch.bits import (
 )
 from tests.unit.torch.cases import processes
 
-NUM_SHARDS = 8
+NUM_LOGICAL_WORKERS = 8
 NUM_EPOCHS = 3
 SIZES = (1, 2, 3, 5, 8)
 SHARES = {3: (1.0, 4.0, 2.0), 5: (3.0, 1.0, 1.0, 1.0, 2.0)}
@@ -55,7 +55,7 @@ KILLED = ("perceptron", "accumulation", "recurrent", "transformer, bfloat16, cli
 def hashes_of_ranks(size, shares=None):
     """Return the hash of each model on a number of workers, of state, metrics, and predictions."""
     found = {}
-    more = {"num_shards": NUM_SHARDS, "num_epochs": NUM_EPOCHS, "shares": shares}
+    more = {"num_logical_workers": NUM_LOGICAL_WORKERS, "num_epochs": NUM_EPOCHS, "shares": shares}
     with processes(size, timeout_s=300) as run:
         for name, case in MODELS.items():
             results = run(replace(case, num_workers=size, **more))
@@ -76,7 +76,7 @@ def make_trainer(case, num_workers, operator_cls=Slow, config=(), **settings):
         config={**case.config(), **dict(config)},
         num_workers=num_workers,
         use_gpu=False,
-        exact=EqualBits(case.num_shards),
+        exact=EqualBits(case.num_logical_workers),
         elastic=ElasticConfig(resize_cooldown_s=0.0, backoff_initial_s=0.1),
         **{"scheduler_step_freq": "batch", **case.settings, **settings},
     )
@@ -152,7 +152,9 @@ def main():
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     for name in args.killed if args.seeds else ():
         for seed in range(args.seeds):
-            case = replace(MODELS[name], num_samples=24 * 20, num_shards=NUM_SHARDS)
+            case = replace(
+                MODELS[name], num_samples=24 * 20, num_logical_workers=NUM_LOGICAL_WORKERS
+            )
             expected = undisturbed(case, seed)
             found, num_killed, sizes = disturbed(case, seed)
             failed |= found != expected

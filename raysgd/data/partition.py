@@ -19,29 +19,29 @@ class StepLayout:
 
     By workers, each worker trains one part, also if the group `keeps_global_batch`.
     The number of logical workers is fixed: a worker trains the parts of several one after the
-    other, and the generators of random numbers are seeded for each. Only `fixed_by` sets them.
-    `CONTRIBUTING.md` defines these terms.
+    other, and the generators of random numbers are seeded for each. `CONTRIBUTING.md` defines
+    these terms.
     """
 
-    num_planned: int | None = None  # parts that a step is sized for; None: one per current worker
-    fixed_by: str = ""  # the argument that sets logical workers, for messages; "": none
+    num_planned: int | None = None  # workers that a step is sized for; None: the current ones
+    logical_workers_argument: str = ""  # that sets logical workers, for messages; "": none
 
     @functools.cached_property
     def has_logical_workers(self) -> bool:
-        return bool(self.fixed_by)
+        return bool(self.logical_workers_argument)
 
     @functools.cached_property
     def keeps_global_batch(self) -> bool:
         """Whether the size of a step does not depend on the number of workers."""
         return self.num_planned is not None
 
-    def num_planned_parts(self, num_workers: int) -> int:
-        """Return the number of parts that a step is sized for."""
+    def num_planned_workers(self, num_workers: int) -> int:
+        """Return the number of workers, or of logical workers, that a step is sized for."""
         return self.num_planned or num_workers
 
     def num_trained_parts(self, num_workers: int) -> int:
         """Return the number of parts that `num_workers` workers train in a step."""
-        return self.num_planned_parts(num_workers) if self.has_logical_workers else num_workers
+        return self.num_planned_workers(num_workers) if self.has_logical_workers else num_workers
 
 
 BY_WORKERS = StepLayout()
@@ -72,23 +72,23 @@ class EpochPartition:
     @functools.cached_property
     def global_batch_size(self) -> int:
         """Samples of the whole group in a full step."""
-        num_parts = self.layout.num_planned_parts(self.world_size)
-        return self.requested_batch_size or self.batch_size * num_parts
+        return self.requested_batch_size or self.batch_size * self.num_planned_workers
 
     @functools.cached_property
-    def num_parts(self) -> int:
-        """Number of parts of each step."""
-        return self.layout.num_trained_parts(self.world_size)
+    def num_planned_workers(self) -> int:
+        """Number of workers, or of logical workers, that a step is sized for."""
+        return self.layout.num_planned_workers(self.world_size)
 
     @functools.cached_property
-    def owned_parts(self) -> range:
-        """The parts of each step that this worker trains one after the other."""
-        return range(*part_bounds(self.num_parts, self.world_size, self.rank, self.shares))
+    def logical_workers(self) -> range:
+        """The logical workers whose parts of each step this worker trains one after the other."""
+        bounds = part_bounds(self.num_planned_workers, self.world_size, self.rank, self.shares)
+        return range(*bounds)
 
     @functools.cached_property
     def max_micro_batch_size(self) -> int:
         """Maximum number of samples that a worker with an even share processes at a time."""
-        return -(-self.global_batch_size // self.layout.num_planned_parts(self.world_size))
+        return -(-self.global_batch_size // self.num_planned_workers)
 
     def end_index(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
@@ -143,7 +143,8 @@ class EpochPartition:
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
         if self.layout.has_logical_workers:
-            return [(*part_bounds(size, self.num_parts, i), i < size) for i in self.owned_parts]
+            number, own = self.num_planned_workers, self.logical_workers
+            return [(*part_bounds(size, number, i), i < size) for i in own]
         first, stop = part_bounds(size, self.world_size, self.rank, self.shares)
         number = self._num_micro_batches(size) if self.may_split else 1
         rows = stop - first

@@ -299,7 +299,7 @@ class PartitionedSource(BatchSource):
         self._has_samples = size is not None  # and not ready batches, which cannot grow
         layout = layout if self._has_samples else BY_WORKERS
         if follows_config and layout.keeps_global_batch and requested_batch_size is not None:
-            size = requested_batch_size // layout.num_planned_parts(world_size)
+            size = requested_batch_size // layout.num_planned_workers(world_size)
         super().__init__(loader)
         self._epoch_size = epoch_size
         self._partition = EpochPartition(
@@ -379,6 +379,5 @@ class PartitionedSource(BatchSource):
 
     def describe(self) -> str:
         partition = self.partition
-        number = partition.layout.num_planned_parts(partition.world_size)
         size = f"{partition.epoch_size} samples, batch size {partition.batch_size}"
-        return f"{size} on each of {number} workers"
+        return f"{size} on each of {partition.num_planned_workers} workers"

@@ -122,8 +122,8 @@ class OperatorTrainer(TrainerProperties):
         info = as_dict("train", "info", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
-        if dataset is not None and (fixed_by := self._options.layout.fixed_by):
-            raise ValueError(f"train(dataset=...) does not work with {fixed_by}. Leave it out.")
+        if dataset is not None and (argument := self._options.layout.logical_workers_argument):
+            raise ValueError(f"train(dataset=...) does not work with {argument}. Leave it out.")
         result = self._dispatcher.train(
             num_steps, max_retries, info=info, profile=profile, dataset=dataset
         )

@@ -38,8 +38,8 @@ class MicroBatching(UpdateFeature):
 
     def refuse_split(self, why: str, remedy: str = _CALL_EACH_ONCE) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
-        if fixed_by := self._settings.options.layout.fixed_by:
-            raise RuntimeError(f"{why}. With {fixed_by}, {remedy}")
+        if argument := self._settings.options.layout.logical_workers_argument:
+            raise RuntimeError(f"{why}. With {argument}, {remedy}")
         self.why_not_split = self.why_not_split or why
         if self._train_state.update.is_split:
             raise IndivisibleError(why)

@@ -71,8 +71,8 @@ class OperatorRunner(Runner, ABC):
         options = self._options
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, given = options.unpack()
-        num_parts = options.layout.num_planned_parts(context.world_size)
-        config = worker_config(given, num_parts, copies=context.in_driver)
+        num_workers = options.layout.num_planned_workers(context.world_size)
+        config = worker_config(given, num_workers, copies=context.in_driver)
         sizes = {
             "config_batch_size": config.get(BATCH_SIZE),
             "requested_batch_size": given.get(BATCH_SIZE),

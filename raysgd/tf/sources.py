@@ -266,7 +266,7 @@ class DatasetSource(PartitionedSource):
         partition, sizes = self._partition, [_num_rows(batch) for batch in drawn]
         batch_size = max(sizes)
         if self._splits_batches:
-            batch_size = -(-batch_size // self._layout.num_planned_parts(partition.world_size))
+            batch_size = -(-batch_size // self._layout.num_planned_workers(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         may_split = partition.may_split and self._layout.keeps_global_batch
         # This partition by samples only plans the step, and the size of its epoch does not matter.

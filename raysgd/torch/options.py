@@ -56,15 +56,17 @@ class EqualBits:
     """Train with the same bits on any number of workers: ``TorchTrainer(exact=EqualBits(8))``.
 
     Args:
-        num_shards: Number of parts of each step. It decides the result, together with the data and
-            the seed. ``exact="bits"`` uses `num_workers`. Pass a number to compare or resume runs
-            with different `num_workers`. A DataLoader's ``batch_size`` is then the size of a shard.
+        num_logical_workers: Number of parts of each step. It decides the result, together with the
+            data and the seed. ``exact="bits"`` uses `num_workers`. Pass a number to compare or
+            resume runs with different `num_workers`. A DataLoader's ``batch_size`` is then the
+            number of samples of a logical worker.
     """
 
-    num_shards: int
+    num_logical_workers: int
 
     def __post_init__(self) -> None:
-        set_fields(self, num_shards=as_int("EqualBits", "num_shards", self.num_shards, 1))
+        number = as_int("EqualBits", "num_logical_workers", self.num_logical_workers, 1)
+        set_fields(self, num_logical_workers=number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,18 +140,20 @@ class TorchOptions(Options):
     def layout(self) -> StepLayout:
         if self.exact is None:
             return super().layout
-        num_parts = self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
-        return StepLayout(num_parts, fixed_by='exact="bits"')
+        is_set = isinstance(self.exact, EqualBits)
+        number = self.exact.num_logical_workers if is_set else self.num_workers
+        return StepLayout(number, logical_workers_argument='exact="bits"')
 
     def _check_exact(self) -> None:
         if not isinstance(self.exact, EqualBits):
             check_choice(self.trainer_name, "exact", self.exact, (None, "bits"))
         conflicts.check("equal bits", f"{self.trainer_name}(exact={self.exact!r})", self)
         set_fields(self, split_on_oom=False)  # micro-batches would change the result
-        if self.num_workers > self.layout.num_planned_parts(self.num_workers):
+        if self.num_workers > self.layout.num_planned_workers(self.num_workers):
             raise ValueError(
                 f"{self.trainer_name}(num_workers={self.num_workers}, exact={self.exact!r}): each "
-                "worker trains at least one shard. Pass at most as many workers as shards."
+                "worker trains the samples of at least one logical worker. Pass at most as many "
+                "workers as logical workers."
             )
 
     def allowed_backends(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import raysgd
 ROOT = Path(raysgd.__file__).parents[1]
 # Such as sharding, equal bits, and Horovod. Files, strings of messages, and docs count too.
 WORDS = re.compile(
-    r"\b(num_shards|is_sharded|fully_sharded|use_horovod"
+    r"\b(num_logical_workers|is_sharded|fully_sharded|use_horovod"
     r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|EqualBits\w*|FullySharded\w*|ShardedPlacement|OptimizerShards"
     r"|HorovodExchange|ReplicatedExchange|WrapperExchange|OwnModelsPlacement)\b"
 )

@@ -301,8 +301,8 @@ def _check_equal_bits(name: str, source: BatchSource) -> None:
     if not is_split or source.loader.collate_fn is collate_samples:
         raise ValueError(
             f'register_data({name}_loader=...): exact="bits" needs a DataLoader with a '
-            "batch_size and a map-style data set, which raysgd can divide into shards, but it is "
-            f"{source.describe()}."
+            "batch_size and a map-style data set, which raysgd can divide among logical workers, "
+            f"but it is {source.describe()}."
         )
 
 

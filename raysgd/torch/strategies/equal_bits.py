@@ -1,10 +1,10 @@
 """Training with the same bits on any number of workers, ``TorchTrainer(exact="bits")``.
 
-Each step has a part for each logical worker, which users know as shards. Their samples do not
-depend on the workers. A worker trains the parts that it owns one after the other, each as a
-micro-batch with its own forward and backward pass, random numbers, and batch statistics. The
-gradients of all parts are added up in the order of a fixed tree (`tree_sum.py`). See EasyScale,
-"Elastic Training with Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea.
+Each step has a part for each logical worker. Their samples do not depend on the workers. A worker
+trains the parts of its logical workers one after the other, each as a micro-batch with its own
+forward and backward pass, random numbers, and batch statistics. The gradients of all parts are
+added up in the order of a fixed tree (`tree_sum.py`). See EasyScale, "Elastic Training with
+Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea.
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
@@ -46,14 +46,14 @@ from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import arithmetic_of, copy_leaf, multiply_all, parameters_of, version_of
 from raysgd.torch.train_state import TorchTrainState
 
-_KEY = "num_shards"
+_KEY = "num_shards"  # of the number of logical workers, in saved files
 _MODE = 'exact="bits"'
 _KEEP, _MEAN, _COPY, _OBJECT = range(4)
 """How to merge a buffer of several parts. The largest of all workers counts."""
 _PARTS_DIFFER = (
-    "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
-    "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
-    "for every batch."
+    "{}: train_batch does not do the same for all logical workers in step {}: it makes an update, "
+    "or counts items, only for some of them. Call self.backward(loss) and self.optimizer_step("
+    "optimizer) for every batch."
 )
 
 
@@ -73,7 +73,7 @@ class EqualBitsExchange(GroupExchange):
         super().__init__(train_state)
         self._precision = train_state.precision
         options = train_state.settings.options
-        self._num_parts = options.layout.num_planned_parts(options.num_workers)
+        self._num_logical_workers = options.layout.num_planned_workers(options.num_workers)
         self._buffers = EqualBitsBuffers(train_state)
         self._clear()
 
@@ -108,14 +108,14 @@ class EqualBitsExchange(GroupExchange):
         """Do nothing, because all buffers are equal after each step."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {_KEY: self._num_parts}
+        return {_KEY: self._num_logical_workers}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        saved = state.get(_KEY, self._num_parts)
-        if saved != self._num_parts:
+        saved = state.get(_KEY, self._num_logical_workers)
+        if saved != self._num_logical_workers:
             raise CheckpointError(
-                f"The state comes from a run with {saved!r} shards, and this trainer has "
-                f"{self._num_parts}. Pass exact=EqualBits(num_shards={saved!r})."
+                f"The state comes from a run with {saved!r} logical workers, and this trainer has "
+                f"{self._num_logical_workers}. Pass exact=EqualBits(num_logical_workers={saved!r})."
             )
 
     # ---- hooks of a step
@@ -142,8 +142,8 @@ class EqualBitsExchange(GroupExchange):
                 optimizer.zero_grad(set_to_none=True)
         for model in self._train_state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
-        owned = source.partition.owned_parts
-        self._buffers.begin(owned[index % len(owned)], is_first=index <= 0)
+        own = source.partition.logical_workers
+        self._buffers.begin(own[index % len(own)], is_first=index <= 0)
         self._num_operations = _num_operations()
 
     def _end_part(self) -> None:
@@ -193,7 +193,7 @@ class EqualBitsExchange(GroupExchange):
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         collected = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
         is_last = update.micro_batch.step_index == update.plan.num_steps - 1
-        collected.add(self._buffers.part, gradients, is_last)
+        collected.add(self._buffers.logical_worker, gradients, is_last)
         if self._stepped:  # another optimizer
             self._buffers.check_unchanged()
         else:
@@ -215,7 +215,7 @@ class EqualBitsExchange(GroupExchange):
         kind = 2 * numbers[id(optimizer)] + (update.loss_weights.counted_items is not None)
         flags = self._reduce_flags(kind, [*collected.flags, *self._buffers.merge_kinds()])
         partition = self._train_state.data.training_source.partition
-        total = sum_over_workers(collected.tree, self._num_parts, partition.shares)
+        total = sum_over_workers(collected.tree, self._num_logical_workers, partition.shares)
         if update.loss_weights.counted_items is not None:
             *total, count = total
             update.loss_weights.set_total_items(count.item())
@@ -254,23 +254,23 @@ class PartGradients:
         self._parameters = parameters
         self._earlier: dict[int, list[torch.Tensor | None]] = {}  # of unfinished parts
 
-    def add(self, part: int, gradients: list[Any], is_last: bool) -> None:
+    def add(self, logical_worker: int, gradients: list[Any], is_last: bool) -> None:
         """Add the gradients of the parameters, and the count of items if losses have one.
 
         `is_last`: whether the part has no later micro-batch in this update.
         """
-        if (earlier := self._earlier.pop(part, None)) is not None:
+        if (earlier := self._earlier.pop(logical_worker, None)) is not None:
             pairs = zip(earlier, gradients, strict=True)
             gradients = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
         if not is_last:
-            self._earlier[part] = gradients
+            self._earlier[logical_worker] = gradients
             return
         for index, parameter in enumerate(self._parameters):
             if gradients[index] is None:
                 gradients[index] = torch.zeros_like(parameter)
             else:
                 self.flags[index] = True
-        self.tree.add(0, part, gradients)
+        self.tree.add(0, logical_worker, gradients)
 
 
 class EqualBitsBuffers:
@@ -278,17 +278,17 @@ class EqualBitsBuffers:
 
     def __init__(self, train_state: TorchTrainState) -> None:
         self._train_state = train_state
-        self.part, self._start, self._versions = 0, list[Any](), list[Any]()
+        self.logical_worker, self._start, self._versions = 0, list[Any](), list[Any]()
         self.clear()
 
     def clear(self) -> None:
         """Forget the parts of a step."""
         self._stored: dict[int, list[torch.Tensor | None]] = {}
 
-    def begin(self, part: int, is_first: bool) -> None:
+    def begin(self, logical_worker: int, is_first: bool) -> None:
         """Restore the buffers that a part begins with, unless it `is_first`."""
-        self.part = part
-        self._start = self._stored.get(part, self._train_state.buffer_backup.values)
+        self.logical_worker = logical_worker
+        self._start = self._stored.get(logical_worker, self._train_state.buffer_backup.values)
         if not is_first:
             self._train_state.buffer_backup.write(self._start)
         self._versions = self._newest_versions()
@@ -309,7 +309,7 @@ class EqualBitsBuffers:
         """Store the buffers that the part has changed."""
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
         newest = zip(self._start, self._train_state.buffer_backup.tensors(), strict=True)
-        self._stored[self.part] = [
+        self._stored[self.logical_worker] = [
             before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
         self._versions = self._newest_versions()
@@ -320,7 +320,7 @@ class EqualBitsBuffers:
         return [max((_merge_kind(old, new) for new in kept), default=_KEEP) for old, *kept in rows]
 
     def merge(self, kinds: Sequence[int], partition: EpochPartition) -> None:
-        """Set floats to their old values and the mean of the changes, others as in part 0."""
+        """Set floats to old values and the mean of the changes, others as in logical worker 0."""
         if not any(kinds):
             return
         before: list[Any] = self._train_state.buffer_backup.values
@@ -348,14 +348,14 @@ class EqualBitsBuffers:
         self, indices: Sequence[int], partition: EpochPartition
     ) -> Sequence[torch.Tensor]:
         before: list[Any] = self._train_state.buffer_backup.values
-        plan, owned, tree = self._train_state.update.plan, partition.owned_parts, TreeSum()
-        for position, part in enumerate(owned):
-            micro_batches = plan.micro_batches[position :: len(owned)]
+        plan, own, tree = self._train_state.update.plan, partition.logical_workers, TreeSum()
+        for position, logical_worker in enumerate(own):
+            micro_batches = plan.micro_batches[position :: len(own)]
             num_samples = sum(micro_batch.num_samples or 0 for micro_batch in micro_batches)
-            after: list[Any] = self._stored.get(part, before)
+            after: list[Any] = self._stored.get(logical_worker, before)
             weight = num_samples / (plan.total_samples or 1)
-            tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])
-        return sum_over_workers(tree, partition.num_parts, partition.shares)
+            tree.add(0, logical_worker, [(after[i] - before[i]) * weight for i in indices])
+        return sum_over_workers(tree, partition.num_planned_workers, partition.shares)
 
 
 def all_gather_metrics(
@@ -363,7 +363,7 @@ def all_gather_metrics(
 ) -> list[MicroBatchMetrics]:
     """Return the metrics of all workers' parts, so that those of a lost worker are kept."""
     partition = train_state.data.training_source.partition
-    parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
+    parts = itertools.product(range(len(updates)), partition.logical_workers)  # of each step
     local = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
     messages = [pickle.dumps(map_leaves(local, on_cpu))]
     if dist.is_initialized():  # `all_gather_object` would make a step take 13 ms instead of 2.3 ms
@@ -376,8 +376,8 @@ def all_gather_metrics(
         messages = [row.tobytes() for row in gathered.cpu().numpy()]
     rows = [row for message in messages for row in pickle.loads(message)]
     rows.sort(key=lambda row: row[0])
-    last = partition.num_parts - 1
-    return [MicroBatchMetrics(m, weight, part == last) for (_, part), m, weight in rows]
+    last = partition.num_planned_workers - 1
+    return [MicroBatchMetrics(m, weight, number == last) for (_, number), m, weight in rows]
 
 
 def _num_operations() -> int:

@@ -28,8 +28,8 @@ def test_shares_of_a_global_batch_are_equal_and_positive(size, num_workers):
     assert 0 <= size - rounded < num_workers
 
 
-def test_each_shard_needs_a_sample_of_the_global_batch():
-    with pytest.raises(ValueError, match=r"smaller than num_shards=8\. Each"):
+def test_each_logical_worker_needs_a_sample_of_the_global_batch():
+    with pytest.raises(ValueError, match=r"smaller than num_logical_workers=8\. Each"):
         TorchOptions(config={BATCH_SIZE: 5}, num_workers=2, exact=EqualBits(8.0))
 
 

@@ -14,7 +14,7 @@ from raysgd.metrics import merge_workers
 from raysgd.utils import BATCH_SIZE
 from tests.unit.torch import cases
 
-NUM_SHARDS = 6
+NUM_LOGICAL_WORKERS = 6
 LENGTH = 5
 CLASSES = 4
 
@@ -186,7 +186,7 @@ class Case(cases.Case):
     two_optimizers: bool = False
     noisy_validation: bool = False
     late_parameter: bool = False
-    num_shards: int = NUM_SHARDS
+    num_logical_workers: int = NUM_LOGICAL_WORKERS
     num_epochs: int = 2
     shares: tuple[float, ...] | None = None
     operator_cls: Any = field(default=Trains, kw_only=True)
@@ -196,7 +196,7 @@ class Case(cases.Case):
         return self.model in (Recurrent, Transformer)
 
     def make_runner(self, **settings):
-        exact = {"exact": EqualBits(self.num_shards), "scheduler_step_freq": "batch"}
+        exact = {"exact": EqualBits(self.num_logical_workers), "scheduler_step_freq": "batch"}
         return super().make_runner(**exact, **settings)
 
     def config(self):

@@ -48,14 +48,14 @@ class Normed(TrainingOperator):
         self.register_data(train_loader=DataLoader(TensorDataset(x, torch.zeros(16, 1)), 4))
 
 
-def test_running_statistics_change_by_the_mean_of_all_shards():
+def test_running_statistics_change_by_the_mean_of_all_logical_workers():
     """Kernels of batch normalization do not count the versions of the statistics."""
-    runner = Case(num_workers=1, num_shards=2, operator_cls=Normed).make_runner()
+    runner = Case(num_workers=1, num_logical_workers=2, operator_cls=Normed).make_runner()
     runner.setup(WorkerContext(in_driver=True))
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
     norm, plain = runner.operator.model[0], torch.nn.BatchNorm1d(2)
-    for shards in torch.arange(32.0).reshape(2, 2, 4, 2):
-        plain(shards.mean(0))  # has the mean of both shards
+    for parts in torch.arange(32.0).reshape(2, 2, 4, 2):
+        plain(parts.mean(0))  # has the mean of both
     torch.testing.assert_close(norm.running_mean, plain.running_mean)
     assert norm.num_batches_tracked == 2
 
@@ -67,7 +67,7 @@ def test_running_statistics_change_by_the_mean_of_all_shards():
         ({"exact": "bits", "wrap_ddp": False}, ["wrap_ddp=False"]),
         ({"exact": "bits", "add_dist_sampler": False}, ["add_dist_sampler=False"]),
         ({"exact": "bits", "use_fp16": "apex"}, ["apex"]),
-        ({"exact": EqualBits(2), "num_workers": 3}, ["num_workers=3", "num_shards=2"]),
+        ({"exact": EqualBits(2), "num_workers": 3}, ["num_workers=3", "num_logical_workers=2"]),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, words):
@@ -168,7 +168,7 @@ class Refused(TrainingOperator):
         ({"train_batch": own_step}, ["optimizer.step()", "self.optimizer_step"]),
         ({"train_batch": steps_before_a_loss}, ["after it has stepped", "exact"]),
         ({"train_batch": sparse}, ["SGD", "sparse=False"]),
-        ({"train_batch": clipped, "num_shards": 1}, ["changes gradients", "exact"]),
+        ({"train_batch": clipped, "num_logical_workers": 1}, ["changes gradients", "exact"]),
         ({"train_batch": skipped}, ["exact", "step 0", "self.optimizer_step"]),
         *(
             (
@@ -187,12 +187,12 @@ def test_operators_that_do_not_fit_are_refused(settings, words):
     x = torch.arange(32.0).reshape(16, 2)
     loader = DataLoader(TensorDataset(x, torch.zeros(16, 1)), 4)
     usual = {"sharding": None, "train_batch": own_step, "loader": loader, "model": None}
-    config = {**usual, "num_shards": 2, **settings}
+    config = {**usual, "num_logical_workers": 2, **settings}
     options = TorchOptions(
         training_operator_cls=Refused,
         config=config,
         use_gpu=False,
-        exact=EqualBits(config["num_shards"]),
+        exact=EqualBits(config["num_logical_workers"]),
     )
     runner = TorchRunner(options)
     with pytest.raises((ValueError, RuntimeError)) as caught:  # noqa: PT012
@@ -211,7 +211,9 @@ class Skips(Trains):
 class Differing(Case):
     def run(self, rank):
         runner = self.start(rank)
-        with pytest.raises(RuntimeError, match=r"the shards of step 2 .* only for some of them"):
+        with pytest.raises(
+            RuntimeError, match=r"all logical workers in step 2: .* only for some of them"
+        ):
             runner.handle(TrainRequest(call_number=0, until_step=3))
         exchange = runner._train_state.exchange
         exchange.begin_generation()
@@ -222,18 +224,18 @@ class Differing(Case):
 
 
 def test_workers_that_differ_are_refused(workers):
-    workers(Differing(operator_cls=Skips, num_shards=2))
+    workers(Differing(operator_cls=Skips, num_logical_workers=2))
 
 
 def test_wrappers_of_user_code_are_refused(process_group):
-    """They would average the gradients of each shard."""
+    """They would average the gradients of each logical worker."""
 
     class Wraps(Trains):
         def setup(self, config):
             super().setup(config)
             self.model = torch.nn.parallel.DistributedDataParallel(self.model)
 
-    runner = Case(operator_cls=Wraps, num_shards=2).make_runner()
+    runner = Case(operator_cls=Wraps, num_logical_workers=2).make_runner()
     with pytest.raises(ValueError, match=r"does not work with DistributedDataParallel\(model\)"):
         runner.setup(WorkerContext(distributed=True))
 
@@ -289,7 +291,7 @@ def test_metrics_of_any_size_are_exchanged(workers):
 class Stops(Trains):
     def train_epoch(self, iterator, info):
         partition = self._train_state.data.source("train").partition
-        two_steps = itertools.islice(iterator, 2 * len(partition.owned_parts))
+        two_steps = itertools.islice(iterator, 2 * len(partition.logical_workers))
         metrics = super().train_epoch(two_steps, info)
         num_samples = 2 * partition.global_batch_size
         assert (metrics["num_samples"], metrics["batch_count"]) == (num_samples, 2)
@@ -335,11 +337,11 @@ def test_after_a_failure_the_worker_and_its_replacement_have_the_same_bits_and_m
     assert len(set(results)) == 1
 
 
-def test_state_of_another_number_of_shards_is_refused():
+def test_state_of_another_number_of_logical_workers_is_refused():
     runner = Case(num_workers=1).make_runner()
     runner.setup(WorkerContext(in_driver=True))
     state_access = runner._hosted_loop.state_access
-    state = {**state_access.read(), "num_shards": 8}
+    state = {**state_access.read(), "num_shards": 8}  # the key of saved files
     with pytest.raises(CheckpointError) as caught:
         state_access.check(state)
-    assert_names(caught.value, ["8 shards", "6", "EqualBits(num_shards=8)"])
+    assert_names(caught.value, ["8 logical workers", "6", "EqualBits(num_logical_workers=8)"])
