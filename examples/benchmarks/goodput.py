@@ -71,7 +71,7 @@ def simulate(mode, num_workers, mean_s, length_s, given, seed=0):
 
     world.plan(length_s, end)
     with contextlib.suppress(OverError, WorkerLostError):
-        driver.train(10**9, max_failures=math.inf)
+        driver.train(10**9, max_retries=math.inf)
     return world.furthest * given["step_s"] / length_s
 
 

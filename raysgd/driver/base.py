@@ -335,7 +335,7 @@ class OperatorTrainer(TrainerProperties):
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
         check_function("apply_all_workers", "fn", fn)
-        return self._dispatcher.run(ApplyRequest(function=fn), max_failures=0)
+        return self._dispatcher.run(ApplyRequest(function=fn), max_retries=0)
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn(operator)` on every worker. See `apply_all_workers`.
@@ -344,7 +344,7 @@ class OperatorTrainer(TrainerProperties):
         sizes (``register_data``), but of other attributes only what ``state_dict`` returns.
         """
         check_function("apply_all_operators", "fn", fn)
-        return self._dispatcher.run(ApplyOperatorRequest(function=fn), max_failures=0)
+        return self._dispatcher.run(ApplyOperatorRequest(function=fn), max_retries=0)
 
     def describe_data(self) -> dict[str, str]:
         """Return how the workers read each registered loader, and where a resumed run begins."""

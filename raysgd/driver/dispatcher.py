@@ -18,8 +18,8 @@ from raysgd.elastic.call import Call, LogPointCollector
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import CallbackPause, LeavingMetricsRequest, TrainRequest, ValidateRequest
 
-_MAX_FAILURES = 3
-"""Number of losses that a call tolerates if it trains nothing and can be repeated."""
+_MAX_RETRIES = 3
+"""Number of retries of a call that trains nothing and can be repeated."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Dispatcher:
     def run(self, request: Request, changes_state: bool = False, **options: Any) -> list[Any]:
         """Run a call with these options of `Call`, and return the answers by rank."""
         self.check_open(changes_state)
-        options = {"max_failures": _MAX_FAILURES, **options}
+        options = {"max_retries": _MAX_RETRIES, **options}
         call = Call(request=request, make_replay=self._make_replay, **options)
         return self.controller.run(call)
 
@@ -92,7 +92,7 @@ class Dispatcher:
             call = Call(
                 request=request,
                 make_request=partial(self._make_train_request, request, num_steps),
-                max_failures=max_retries,
+                max_retries=max_retries,
                 has_batches=True,
                 can_pause=True,
                 log_points=LogPointCollector(number, acknowledged_step=-1),

@@ -65,7 +65,7 @@ class CallHistory:
     """What has happened to a call so far. Calls with different requests can share it."""
 
     num_failures: int = 0
-    """Number of losses, each of one or several workers."""
+    """Number of failures, each with one or several lost workers."""
     causes: list[str] = field(default_factory=list)
     """Where and why workers were lost. `GroupRecord.add_event` adds them."""
     leaving_outcomes: list[Any] = field(default_factory=list)
@@ -85,8 +85,8 @@ class Call:
     """The method that the user called, for messages. By default, the name of the request."""
     rank: int | None = None
     """Rank of the only worker that gets the request; None for all."""
-    max_failures: float = 0
-    """Maximum number of losses in its history. ``math.inf`` means no limit."""
+    max_retries: float = 0
+    """Maximum number of failures in its history. ``math.inf`` means no limit."""
     open_inbox: Callable[[Sequence[str]], Inbox] | None = None
     """Returns the `Inbox` on these hosts for large answers. By default, Ray carries them."""
     allows_any_size: bool = False

@@ -222,7 +222,7 @@ class Controller:
             self.snapshots.rescue(self._rpc)
         if not self._policy.survivors_stay:
             self._former.discard_all()
-        if why := self._supervisor.count_loss():
+        if why := self._supervisor.count_failure():
             self._starter.advance_if_allowed()
             raise self._make_error(why, *next(iter(lost.items())))
 

@@ -114,9 +114,9 @@ class CallExecution:
     replay: Call | None = None
     """The call that repeats steps lost with all workers."""
     has_begun: bool = False
-    """Whether the first attempt that is no replay has begun. All later losses count as retries."""
+    """Whether the first attempt that is no replay has begun. All later failures cause retries."""
     num_early_failures: int = 0
-    """Number of losses before the call began."""
+    """Number of failures before the call began."""
     has_warned_of_replay: bool = False
     min_splits: int = 0
     """Number of micro-batches per batch in the next attempt; 0 for no change."""
@@ -147,12 +147,12 @@ class Supervisor:
         self.record.call = call
         self.execution = CallExecution(self.record.progress._replace(held_state=HeldState()))
 
-    def count_loss(self) -> str:
-        """Count a loss of one or several workers. Return why it ends the call, or an empty text."""
+    def count_failure(self) -> str:
+        """Count a failure. Return why it ends the call, or an empty text."""
         execution, call = self.execution, self.record.call
         if execution.has_begun:
             call.history.num_failures += 1
-            if call.history.num_failures > (most := call.max_failures):
+            if call.history.num_failures > (most := call.max_retries):
                 return f"workers were lost in one call more often than max_retries={most}"
         else:
             execution.num_early_failures += 1
@@ -272,7 +272,7 @@ class Supervisor:
         if attempt.lost:
             return AttemptResult("broken", lost=attempt.lost)
         was_interrupted = attempt.why_new_generation is not None and outcome is None
-        can_repeat = call.has_batches or call.max_failures > 0
+        can_repeat = call.has_batches or call.max_retries > 0
         if self.execution.min_splits or (was_interrupted and can_repeat):
             return AttemptResult("broken")
         error = attempt.make_error()

@@ -123,7 +123,7 @@ class BackendExecutor:
         )
         self._backend_config = backend_config
         self._backend: Backend = backend_class(backend_config)()
-        self._max_failures = math.inf if max_retries < 0 else max_retries
+        self._max_retries = math.inf if max_retries < 0 else max_retries
         elastic = as_elastic_config("BackendExecutor", elastic)
         self._elastic = replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
@@ -256,7 +256,7 @@ class BackendExecutor:
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
         self._earlier_checkpoints, self.checkpoints = self._last_saved, checkpoints
-        call = Call(method="run", max_failures=self._max_failures)
+        call = Call(method="run", max_retries=self._max_retries)
         self._run = run = _Run(controller, spec, checkpoints, datasets, call)
         with self.abort_on_error():
             controller.snapshots.replace_with(run.start_state)
@@ -320,7 +320,7 @@ class BackendExecutor:
             run = self._run
             self.abort()
             if run is not None and isinstance(error, WorkerLostError):
-                number, allowed = run.call.history.num_failures, run.call.max_failures
+                number, allowed = run.call.history.num_failures, run.call.max_retries
                 error.args = (
                     f"The training function lost workers {number} time{'s' * (number != 1)}, but "
                     f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",
@@ -378,7 +378,7 @@ class BackendExecutor:
         These losses do not count against the retries of a run.
         """
         most = self._elastic.max_attempts
-        controller.run(Call(request=EndRunRequest(), method="run", max_failures=most))
+        controller.run(Call(request=EndRunRequest(), method="run", max_retries=most))
 
     def _find_override(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         own = getattr(self._backend, name)

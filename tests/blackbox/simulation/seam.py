@@ -111,11 +111,11 @@ class Driver:
     def start(self):
         self.controller.start()
 
-    def train(self, goal, max_failures=0):
+    def train(self, goal, max_retries=0):
         """Train up to a step. Return the step of each worker."""
         self.call = Call(
             request=TrainRequest(call_number=0, until_step=goal),
-            max_failures=max_failures,
+            max_retries=max_retries,
             has_batches=True,
             can_pause=True,
         )

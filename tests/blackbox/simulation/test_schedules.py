@@ -128,13 +128,13 @@ class Run:
 
     is_calling = False
 
-    def call(self, goal, max_failures):
+    def call(self, goal, max_retries):
         """Train up to a step and check the result. Return whether the step was reached."""
         driver = self.driver
         seen, is_done = len(driver.events), False
         self.is_calling = True
         try:
-            reached = driver.train(goal, max_failures=max_failures)
+            reached = driver.train(goal, max_retries=max_retries)
         except KeyboardInterrupt:
             event("ctrl-c")
         except PartialStateError:
@@ -142,7 +142,7 @@ class Run:
             assert all(worker.condition == "damaged" for worker in driver.workers)
         except WorkerLostError as error:
             event("lost")
-            self._check_lost(str(error), driver.events[seen:], max_failures)
+            self._check_lost(str(error), driver.events[seen:], max_retries)
         except BadBatchError:
             event("user error")
             assert driver.events[-1].kind == "user_error"
@@ -157,7 +157,7 @@ class Run:
             assert reached == [goal] * len(reached)
             assert len(reached) == len(driver.workers) >= driver.min_workers
             assert len({worker.generation for worker in driver.workers}) == 1
-            assert driver.losses_in_call <= max_failures
+            assert driver.losses_in_call <= max_retries
             assert all(worker.weights == [goal] * 2 for worker in driver.workers)
         finally:
             self.is_calling = self.world.has_ctrl_c = False
@@ -168,14 +168,14 @@ class Run:
             event(kind)
         return is_done
 
-    def _check_lost(self, message, events, max_failures):
+    def _check_lost(self, message, events, max_retries):
         causes = [e.cause for e in events if e.kind == "lost"]
         assert all(cause in message for cause in causes)
         assert message.count("\nworker ") == len(causes)
         if "max_retries" in message:
-            assert self.driver.losses_in_call == max_failures + 1
+            assert self.driver.losses_in_call == max_retries + 1
         else:
-            assert self.driver.losses_in_call <= max_failures
+            assert self.driver.losses_in_call <= max_retries
 
     def end(self):
         trained = self.world.trained
@@ -246,9 +246,9 @@ def test_whatever_happens_to_workers_steps_are_kept_and_calls_end(
         max_attempts=4,
     )
     goal = 0
-    for steps, max_failures in calls:
+    for steps, max_retries in calls:
         goal = max(goal, world.furthest) + steps
-        run.call(goal, max_failures)
+        run.call(goal, max_retries)
     run.end()
 
 
@@ -307,7 +307,7 @@ def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, can_join, re
 
     world.plan(ticks * TICK_S, shut_down)
     try:
-        run.driver.train(200, max_failures=10)
+        run.driver.train(200, max_retries=10)
     except (RuntimeError, WorkerTimeoutError, BadBatchError, ValueError) as raised:
         error = raised
     event(type(error).__name__)
@@ -349,7 +349,7 @@ def test_killing_workers_makes_no_other_worker_restart_or_wait(
         at += gap
         world.plan(at * TICK_S, lambda number=number: kill(number))
     driver = world.drive(num_workers, can_join=not is_function)
-    assert driver.train(300, max_failures=len(kills)) == [300] * len(driver.workers)
+    assert driver.train(300, max_retries=len(kills)) == [300] * len(driver.workers)
     kinds = [event.kind for event in driver.events]
     assert "waiting" not in kinds
     lost = kinds.count("lost")
@@ -388,7 +388,7 @@ def test_a_step_that_fails_anywhere_is_kept_or_redone_by_all_workers(
     world = World(room=num_workers)
     run = Run(world, num_workers, schedule, snapshot_every=snapshot_every, can_join=can_join)
     for steps in calls:
-        run.call(world.furthest + steps, max_failures=len(schedule))
+        run.call(world.furthest + steps, max_retries=len(schedule))
     results = [run.call(world.furthest + 20, len(schedule)) for _ in range(len(schedule) + 2)]
     if not any(results):  # the calls fail because the state is lost
         assert snapshot_every is None or not run.driver.has_snapshot

@@ -65,7 +65,7 @@ def test_metrics_of_a_worker_that_left_do_not_count_if_its_steps_run_again(start
     world.snapshot_every = snapshot_every
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(100, lambda: lose_all(world))
-    record = train(controller, 200, max_failures=1)
+    record = train(controller, 200, max_retries=1)
     assert kinds(controller)[-1] == "restarted"
     repeated = controller.events[-1].step == 0
     assert repeated == (snapshot_every == 1000)
@@ -156,7 +156,7 @@ def test_a_save_while_lost_steps_run_again_sets_the_goal_after_them(start):
     train(
         controller,
         50,
-        max_failures=1,
+        max_retries=1,
         make_replay=lambda _: controller.drain("node0", None, 60.0) or earlier,
         make_request=lambda position, saves: goals.append((position.global_step, saves)) or request,
     )
@@ -222,7 +222,7 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
     world, controller = start(room=4)
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(21, lambda: world.lose(1))
-    record = train(controller, 200, max_failures=3)
+    record = train(controller, 200, max_retries=3)
     assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
     assert record.history.num_failures == 1
     assert len(controller.members) == 3

@@ -58,7 +58,7 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
     member.submit_control = lambda method, *given: (
         asked.append(method.__name__) or control(method, *given)
     )
-    assert run_until(controller, 2000, max_failures=1) == [2000] * 2
+    assert run_until(controller, 2000, max_retries=1) == [2000] * 2
     assert asked.count("progress") < 1.5 * 2000 * 0.05
 
 
@@ -88,7 +88,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     survivors = [controller.members[0], controller.members[2]]
     world.at_step(20, lambda: world.lose(1))
     with caplog.at_level(logging.INFO):
-        outcomes = run_until(controller, 100, max_failures=1)
+        outcomes = run_until(controller, 100, max_retries=1)
     assert outcomes == [100] * 3
     assert kinds(controller) == ["started", "lost", "resumed", "grown"]
     assert set(survivors) < set(controller.members)
@@ -125,7 +125,7 @@ def test_the_progress_of_survivors_is_known_before_they_continue(world):
 
     controller.record.on_event = lambda: note
     world.at_step(20, lambda: world.lose(1))
-    run_until(controller, 100, max_failures=1)
+    run_until(controller, 100, max_retries=1)
     assert behind == [0]
 
 
@@ -146,7 +146,7 @@ def test_a_straggler_that_does_not_come_back_is_lost_too(world, caplog):
     controller = world.drive(3).controller
     controller.members[2].deaf = True
     world.at_step(20, lambda: world.lose(1))
-    assert run_until(controller, 100, max_failures=2) == [100] * 3
+    assert run_until(controller, 100, max_retries=2) == [100] * 3
     causes = [event.cause for event in controller.events if event.kind == "lost"]
     assert len(causes) == 2
     assert "still busy 60 s after" in causes[1]
@@ -171,7 +171,7 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world, two_of_three):
         first_two[0].go_on()
 
     world.at_step(4, hold_up)
-    run_until(two_of_three, 100, max_failures=0)
+    run_until(two_of_three, 100, max_retries=0)
     assert len(two_of_three.members) == 3
     assert [member.interruptions for member in first_two] == [0, 0]
     assert "lost" not in kinds(two_of_three)
@@ -188,7 +188,7 @@ def test_replacement_that_raises_is_retried_later(world, failing):
     every_new(world, **{failing: StopIteration("no such file")})
     world.room = 3
     world.plan(4.0, world.on_new_worker.clear)
-    assert run_until(controller, 400, max_failures=0) == [400] * 3
+    assert run_until(controller, 400, max_retries=0) == [400] * 3
     failed = [event for event in controller.events if event.kind == "replacement_failed"]
     assert {event.cause for event in failed} == {"no such file"}
     assert run.call.history.num_failures == 0
@@ -201,7 +201,7 @@ def test_death_during_a_join_counts_only_for_members_and_replacements_join_later
 ):
     world.room = 3
     world.on_meeting.append(lambda: world.workers[rank].die("OOM while joining"))
-    assert run_until(two_of_three, 400, max_failures=num_failures) == [400] * 3
+    assert run_until(two_of_three, 400, max_retries=num_failures) == [400] * 3
     assert world.workers[rank] not in two_of_three.members
     assert run.call.history.num_failures == num_failures
     assert kinds(two_of_three).count("replacement_failed") == 1 - num_failures
@@ -212,7 +212,7 @@ def test_a_stopped_worker_is_lost_before_the_next_generation_forms(world):
     controller = world.drive(3, grow=False).controller
     stopped = controller.members[2]
     world.at_step(20, lambda: (setattr(stopped, "silent", True), world.lose(1)))
-    assert run_until(controller, 100, max_failures=2) == [100]
+    assert run_until(controller, 100, max_retries=2) == [100]
     assert controller.events[-2].cause == "its process is stopped: no answer within 10 s"
 
 
@@ -227,7 +227,7 @@ def test_a_worker_that_holds_the_gil_while_a_generation_forms_is_not_lost(world,
     if when == "while":
         world.on_meeting.append(lambda: busy.hold_gil(80.0))
     began = world.now
-    assert run_until(controller, 100, max_failures=1) == [100] * 2
+    assert run_until(controller, 100, max_retries=1) == [100] * 2
     assert world.now - began > 80
     assert kinds(controller).count("lost") == 1
 
@@ -236,7 +236,7 @@ def test_a_worker_that_answers_nothing_within_timeout_s_is_lost(world):
     controller = world.drive(3, grow=False, timeout_s=30.0).controller
     break_with_an_error(world, controller)
     controller.members[2].hold_gil(1000.0)
-    assert run_until(controller, 100, max_failures=1) == [100] * 2
+    assert run_until(controller, 100, max_retries=1) == [100] * 2
     assert controller.events[-2].cause == "no answer within 31 s (timeout_s)"
 
 
@@ -247,7 +247,7 @@ def test_a_worker_that_dies_is_lost_while_another_holds_the_gil(world):
     world.on_meeting.append(
         lambda: (busy.hold_gil(80.0), world.plan(1.0, lambda: doomed.die("OOM")))
     )
-    assert run_until(controller, 100, max_failures=2) == [100]
+    assert run_until(controller, 100, max_retries=2) == [100]
     assert kinds(controller).count("lost") == 2
     assert controller.members == [busy]
 
@@ -269,7 +269,7 @@ def test_endless_losses_before_a_call_raise_an_error(world):
 
     world.on_meeting.append(lose_again)
     with pytest.raises(WorkerLostError, match="times before the call began"):
-        run_until(controller, 20, max_failures=0)
+        run_until(controller, 20, max_retries=0)
 
 
 # ---- errors of the user
@@ -330,7 +330,7 @@ def test_a_replacement_joins_with_a_share_by_its_speed(world, mixed):
     run_until(mixed, 200)
     every_new(world, speed=500.0)
     world.at_step(220, lambda: world.lose(1))
-    run_until(mixed, 400, max_failures=1)
+    run_until(mixed, 400, max_retries=1)
     assert kinds(mixed)[2:] == ["lost", "resumed", "rebalanced", "grown", "rebalanced"]
     assert shares_of(mixed)[1:] == [(1.5, 0.5), (1.0, 1.667, 0.333)]
     assert mixed.events[-1].step == mixed.events[-2].step
@@ -339,7 +339,7 @@ def test_a_replacement_joins_with_a_share_by_its_speed(world, mixed):
 def test_a_restart_of_all_workers_returns_to_even_shares(world, mixed):
     run_until(mixed, 200)
     world.at_step(220, lambda: lose_all(world))
-    run_until(mixed, 400, max_failures=1)
+    run_until(mixed, 400, max_retries=1)
     assert kinds(mixed)[-2:] == ["restarted", "rebalanced"]
     assert mixed.events[-1].shares == (1.0, 1.0, 1.0)
 
@@ -363,7 +363,7 @@ def lose_all(world):
 def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     controller = world.drive(3).controller
     world.at_step(25, lambda: lose_all(world))
-    outcomes = run_until(controller, 60, max_failures=1)
+    outcomes = run_until(controller, 60, max_retries=1)
     assert outcomes == [60] * 3
     assert kinds(controller) == ["started", "lost", "lost", "lost", "restarted"]
     assert controller.events[-1].step in (10, 20)  # of a snapshot that the driver has fetched
@@ -377,7 +377,7 @@ def test_steps_of_earlier_calls_that_run_again_are_logged_once(world, caplog):
     controller = world.drive(3).controller
     run_until(controller, 25)
     lose_all(world)
-    run_until(controller, 30, max_failures=1)
+    run_until(controller, 30, max_retries=1)
     (warned,) = [text for text in caplog.messages if "were lost with all workers" in text]
     assert warned.startswith(f"Steps {controller.events[-1].step + 1} to 25 ")
 
@@ -388,7 +388,7 @@ def test_a_restart_continues_from_the_loaded_state(world):
     controller.snapshots.store({"global_step": 7})
     world.kept_by_driver = 7
     lose_all(world)
-    run_until(controller, 30, max_failures=1)
+    run_until(controller, 30, max_retries=1)
     assert next(e for e in controller.events if e.kind == "restarted").step == 7
 
 
@@ -397,7 +397,7 @@ def test_without_snapshots_losing_all_ends_the_call(world):
     run_until(controller, 12)
     lose_all(world)
     with pytest.raises(WorkerLostError, match="snapshot_every=None") as caught:
-        run_until(controller, 30, max_failures=1)
+        run_until(controller, 30, max_retries=1)
     assert str(caught.value).count("OOM") == 3
     assert controller.record.position.global_step == 12
     # later calls name the same way out
@@ -422,9 +422,9 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
         controller.snapshots.replace_with(read_damaged_file)
     for _ in range(2):
         with pytest.raises((WorkerLostError, CheckpointError), match=r"trainer\.load\(path\)"):
-            run_until(controller, 30, max_failures=1)
+            run_until(controller, 30, max_retries=1)
     world.kept_by_driver = 0  # new workers do not load the snapshot
-    run(controller, "load", state={"global_step": 7}, max_failures=1)
+    run(controller, "load", state={"global_step": 7}, max_retries=1)
     assert controller.record.position.global_step == 7
     assert run_until(controller, 30) == [30] * 3
 
@@ -442,7 +442,7 @@ def test_after_a_failed_load_all_restart_from_the_snapshot(world):
     kept, world.kept_by_driver = world.kept_by_driver, 0
     bad = {"global_step": 7, "error": ValueError("another model")}
     with pytest.raises(ValueError, match="another model"):
-        run(controller, "load", state=bad, max_failures=1)
+        run(controller, "load", state=bad, max_retries=1)
     assert controller.record.position.global_step == 25
     world.kept_by_driver = kept
     assert run_until(controller, 30) == [30] * 3
@@ -454,7 +454,7 @@ def test_lost_shards_need_no_snapshot_if_a_state_is_loaded(world):
     controller = world.drive(3, snapshot_every=None).controller
     run_until(controller, 25)
     lose_shares(world, controller)
-    run(controller, "load", state={"global_step": 7}, max_failures=1)
+    run(controller, "load", state={"global_step": 7}, max_retries=1)
     assert run_until(controller, 30) == [30] * 3
 
 
@@ -469,7 +469,7 @@ def test_all_restart_from_the_snapshot_if_shards_are_lost(world, caplog):
     controller = world.drive(3).controller
     before = list(controller.members)
     world.at_step(25, lambda: lose_shares(world, controller))
-    assert run_until(controller, 60, max_failures=1) == [60] * len(controller.members)
+    assert run_until(controller, 60, max_retries=1) == [60] * len(controller.members)
     assert not set(before) & set(controller.members)
     assert kinds(controller)[:3] == ["started", "lost", "restarted"]
     assert "without one: all copies of some shards" in caplog.text
@@ -479,7 +479,7 @@ def test_without_snapshots_lost_shards_end_the_call(world):
     controller = world.drive(3, snapshot_every=None).controller
     world.at_step(25, lambda: lose_shares(world, controller))
     with pytest.raises(WorkerLostError, match="all copies of some shards of the state are lost"):
-        run_until(controller, 60, max_failures=1)
+        run_until(controller, 60, max_retries=1)
 
 
 def test_a_restart_waits_for_room_longer_each_time(world):
@@ -493,7 +493,7 @@ def test_a_restart_waits_for_room_longer_each_time(world):
         world.plan(12.0, lambda: setattr(world, "room", 2))
 
     world.at_step(15, lose_room)
-    assert run_until(controller, 60, max_failures=1) == [60] * 2
+    assert run_until(controller, 60, max_retries=1) == [60] * 2
     waits = [event.seconds for event in controller.events if event.kind == "waiting"]
     assert waits == [1, 2, 4, 8]
     assert kinds(controller)[-1] == "restarted"
@@ -505,11 +505,11 @@ def test_a_restart_without_room_fails_and_keeps_the_state(world):
     world.room = 0
     lose_all(world)
     with pytest.raises(WorkerLostError, match="0 workers left, but min_workers=2"):
-        run_until(controller, 60, max_failures=1)
+        run_until(controller, 60, max_retries=1)
     assert kinds(controller).count("waiting") == 3
     assert controller.snapshots.load() == {"global_step": 10}
     world.room = 3
-    assert run_until(controller, 60, max_failures=1) == [60] * 3
+    assert run_until(controller, 60, max_retries=1) == [60] * 3
 
 
 def test_loss_at_the_begin_of_a_restart_replaces_one_worker(world):
@@ -517,7 +517,7 @@ def test_loss_at_the_begin_of_a_restart_replaces_one_worker(world):
     run_until(controller, 15)
     lose_all(world)
     world.on_meeting.append(lambda: world.workers[4].die("again"))
-    assert run_until(controller, 60, max_failures=1) == [60] * 3
+    assert run_until(controller, 60, max_retries=1) == [60] * 3
     assert kinds(controller)[-2:] == ["replacement_failed", "restarted"]
     assert {world.workers[3], world.workers[5]} < set(controller.members)  # they stay members
 
@@ -528,9 +528,9 @@ def test_error_in_setup_during_a_restart_reaches_the_caller(world):
     lose_all(world)
     every_new(world, setup_error=ValueError("the data is not there"))
     with pytest.raises(ValueError, match="the data is not there"):
-        run_until(controller, 60, max_failures=1)
+        run_until(controller, 60, max_retries=1)
     world.on_new_worker.clear()
-    assert run_until(controller, 60, max_failures=1) == [60] * 3
+    assert run_until(controller, 60, max_retries=1) == [60] * 3
     assert all(member.is_set_up for member in controller.members)
 
 
@@ -540,7 +540,7 @@ def test_error_in_setup_during_a_restart_reaches_the_caller(world):
 def test_too_few_workers_wait_for_replacements(world):
     controller = world.drive(3, min_workers=3).controller
     world.at_step(20, lambda: world.lose(1))
-    assert run_until(controller, 100, max_failures=1) == [100] * 3
+    assert run_until(controller, 100, max_retries=1) == [100] * 3
     assert kinds(controller) == ["started", "lost", "grown"]  # no "waiting", because there is room
     assert all(m.context.world_size == 3 for m in controller.members)
 
@@ -554,7 +554,7 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
 
     world.at_step(20, lose_with_its_node)
     with pytest.raises(WorkerLostError, match="more are not free: room for 2") as caught:
-        run_until(controller, 100, max_failures=1)
+        run_until(controller, 100, max_retries=1)
     assert "OOM" in str(caught.value)
     assert kinds(controller).count("waiting") == 3
     assert len(controller.members) == 2
@@ -575,11 +575,11 @@ def test_a_later_call_retries_replacements_that_failed(world, failing, error, nu
     every_new(world, **{failing: error})
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match=f"min_workers=3, and replacements fail: {error}"):
-        run_until(controller, 100, max_failures=1)
+        run_until(controller, 100, max_retries=1)
     assert kinds(controller).count("replacement_failed") == num_tries
     assert f"replacements fail: {error}. Waiting 0.5 s for workers." in caplog.text
     every_new(world, **{failing: None})
-    assert run_until(controller, 100, max_failures=1) == [100] * 3
+    assert run_until(controller, 100, max_retries=1) == [100] * 3
 
 
 # ---- groups that cannot be joined
@@ -662,7 +662,7 @@ def test_replacements_form_the_group_if_the_last_member_is_lost(slow_world):
     every_new(world, start_s=3.0)
     world.at_step(25, lambda: (world.lose(1), world.lose(2)))
     world.at_step(75, lambda: lose_all(world))
-    assert run_until(controller, 200, max_failures=2) == [200] * 3
+    assert run_until(controller, 200, max_retries=2) == [200] * 3
     restarted = next(e for e in controller.events if e.kind == "restarted")
     assert restarted.step in (60, 70)  # from the snapshot, not from scratch
     assert restarted.seconds < 2.0

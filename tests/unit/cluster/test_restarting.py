@@ -17,7 +17,7 @@ def test_loss_restarts_all_with_the_state_of_a_survivor(world):
     controller = world.drive(3, rejoins=False).controller
     first = list(controller.members)
     world.at_step(17, lambda: world.lose(1))
-    run_until(controller, 40, max_failures=1)
+    run_until(controller, 40, max_retries=1)
     assert kinds(controller) == ["started", "lost", "restarted"]
     assert not set(first) & set(controller.members)
     assert controller.events[-1].step == 17  # the snapshot has step 10
@@ -34,7 +34,7 @@ def test_a_failed_start_reuses_no_process(world):
 def test_restart_uses_the_furthest_state(world):
     controller = world.drive(3, rejoins=False).controller
     world.at_step(17, lambda: world.lose(0, ahead=[2]))
-    run_until(controller, 40, max_failures=1)
+    run_until(controller, 40, max_retries=1)
     assert controller.events[-1].step == 18
 
 
@@ -48,7 +48,7 @@ def test_a_users_error_costs_no_step_and_no_retry(world):
     with pytest.raises(BadBatchError):
         run_until(controller, 40)
     step = controller.record.position.global_step
-    run_until(controller, 40, max_failures=0)
+    run_until(controller, 40, max_retries=0)
     assert kinds(controller) == ["started", "user_error", "restarted"]
     assert controller.events[-1].step == step >= 17
 
@@ -61,7 +61,7 @@ def test_restart_with_less_room_starts_fewer_workers_and_grows_later(world):
         world.lose(1)
 
     world.at_step(17, shrink)
-    run_until(controller, 60, max_failures=1)
+    run_until(controller, 60, max_retries=1)
     assert len(controller.members) == 1
     world.room = 2
     run_until(controller, 120)
@@ -87,7 +87,7 @@ def test_while_the_ray_head_is_silent_no_start_is_tried(world, silence, caplog):
     controller = world.drive(2, rejoins=False, max_attempts=1).controller
     world.at_step(17, lambda: silence(world.monotonic() - 5, world.monotonic() + 30))
     world.at_step(17, lambda: lose_all(world))
-    run_until(controller, 40, max_failures=2)
+    run_until(controller, 40, max_retries=2)
     assert "waiting" not in kinds(controller)
     assert caplog.text.count("The Ray head does not answer") == 1
 

@@ -90,7 +90,7 @@ def test_more_losses_than_allowed_end_the_call_with_every_cause(world):
     with pytest.raises(
         WorkerLostError, match=r"The call of train\(\) failed: workers were lost"
     ) as caught:
-        train(controller, max_failures=0)
+        train(controller, max_retries=0)
     error = caught.value
     assert (error.rank, error.node_id) == (1, "node0")
     assert "workers were lost in one call more often than max_retries=0" in str(error)
@@ -110,7 +110,7 @@ def test_a_loss_in_a_replay_is_a_retry_if_the_call_has_begun(world, has_begun):
 
     world.at_step(27, lambda: lose_all(world))
     with pytest.raises(WorkerLostError, match=f"max_retries={int(has_begun)}"):
-        train(controller, max_failures=int(has_begun), make_replay=make_replay)
+        train(controller, max_retries=int(has_begun), make_replay=make_replay)
     assert run.call.history.num_failures == 1 + has_begun
     if not has_begun:  # the next call repairs the group
         assert train(controller, make_replay=make_replay) == [40] * 3
@@ -122,7 +122,7 @@ def test_without_replacements_too_few_survivors_end_the_call(world):
     controller = world.drive(3, min_workers=3, grow=False).controller
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match=r"2 workers left, .*grow=False") as caught:
-        train(controller, max_failures=3)
+        train(controller, max_retries=3)
     assert "OOM" in str(caught.value)
 
 
@@ -155,7 +155,7 @@ def test_the_driver_logs_what_the_workers_warn_of_when_they_form_a_group(world, 
     for member in controller.members:
         member.warning = "removed a hook"
     world.at_step(20, lambda: world.lose(1))
-    train(controller, max_failures=3)
+    train(controller, max_retries=3)
     assert caplog.text.count("removed a hook") == 2
 
 
@@ -168,7 +168,7 @@ def test_a_restart_tears_down_the_worker_in_the_drivers_process(world, monkeypat
         local, "submit_work", lambda what, *rest: asked.append(what) or work(what, *rest)
     )
     world.at_step(20, lambda: world.lose(1))
-    assert train(controller, max_failures=1) == [40] * 2
+    assert train(controller, max_retries=1) == [40] * 2
     assert local not in controller.members
     assert kinds(controller) == ["started", "lost", "restarted"]
     assert Worker.teardown in asked
@@ -201,7 +201,7 @@ def test_steps_lost_before_ctrl_c_in_a_restart_are_left_to_the_next_call(world):
     controller.record.on_event = lambda: interrupt
     world.at_step(25, lambda: [member.die("OOM") for member in controller.members])
     with pytest.raises(KeyboardInterrupt):
-        train(controller, max_failures=1)
+        train(controller, max_retries=1)
     assert controller.record.position.global_step > world.kept_by_driver == 20
 
 
@@ -243,7 +243,7 @@ def test_the_workers_that_a_shutdown_stops_during_a_call_are_not_lost(world):
     controller = world.drive(3).controller
     world.at_step(20, controller.shutdown)
     with pytest.raises(RuntimeError, match="shut down"):
-        train(controller, max_failures=3)
+        train(controller, max_retries=3)
     assert kinds(controller) == ["started"]
 
 

@@ -79,7 +79,7 @@ def test_replacements_start_again_after_a_new_loss_and_in_a_later_call(world, is
     world.room = 3
     world.at_step(100, lambda: (world.on_new_worker.clear(), is_lost and world.lose(1)))
     assert is_lost or len(run_until(controller, 200)) == 2
-    assert run_until(controller, 400, max_failures=1) == [400] * 3
+    assert run_until(controller, 400, max_retries=1) == [400] * 3
     assert kinds(controller).count("replacement_failed") == 1
 
 
@@ -104,7 +104,7 @@ def test_each_restart_waits_half_a_second_for_late_workers(world):
     world.room = 3
     for step in (20, 40):
         world.at_step(step, lambda: lose_all(world))
-        run_until(controller, step + 10, max_failures=1)
+        run_until(controller, step + 10, max_retries=1)
     restarts = [event for event in controller.events if event.kind == "restarted"]
     assert [event.num_workers for event in restarts] == [2, 2]
     expected = 0.5 + 0.5  # from the end of the setup
@@ -139,7 +139,7 @@ def test_the_successor_of_a_worker_that_leaves_waits_although_its_slot_was_lost_
     world.room = 3
     controller = world.drive(3, resize_cooldown_s=10.0).controller
     world.at_step(20, lambda: world.lose(2))
-    run_until(controller, 100, max_failures=1)
+    run_until(controller, 100, max_retries=1)
     controller.drain(None, 2, 6.0)
     run_until(controller, 600)
     assert kinds(controller)[-4:] == ["grown", "draining", "resumed", "grown"]

@@ -197,7 +197,7 @@ def test_configs_reach_old_style_trials_and_fit(trainer):
     rays = ray.train.FailureConfig(max_failures=2)
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=rays))
     assert trainer.create_executor()._elastic == ElasticConfig()
-    assert trainer.create_executor()._max_failures == 2
+    assert trainer.create_executor()._max_retries == 2
 
 
 def test_a_trial_calls_setup_before_it_starts_workers():
