@@ -85,7 +85,7 @@ class SeveralLosses(Tokens):
         self.backward(mean_loss(output, target), **given)
         if self.case.kind == "both":
             count, given = len(target), {"num_samples": len(target)}
-        for _ in range(self.case.num_failures - 1):
+        for _ in range(self.case.num_losses - 1):
             loss = errors(self.model(features), target).abs().sum() / count
             self.backward(loss, **given)
         count = count_items(target)
@@ -108,7 +108,7 @@ class Case(cases.Case):
     num_workers: int = field(default=1, kw_only=True)
     accumulation: int = 1
     num_parts: int = 1
-    num_failures: int = 1
+    num_losses: int = 1
     """Losses per batch. More than 1 selects `SeveralLosses` instead of the default loop."""
     sharding: str | None = None
     max_grad_norm: float | None = None
@@ -134,9 +134,9 @@ class Case(cases.Case):
     @property
     def is_valid(self):
         """Whether raysgd supports this combination."""
-        is_one_loss = self.num_failures == 1
+        is_one_loss = self.num_losses == 1
         if self.kind == "both":
-            return self.num_failures == 2 and self.accumulation == 1 and not self.by_hand
+            return self.num_losses == 2 and self.accumulation == 1 and not self.by_hand
         if not self.by_hand:
             return is_one_loss or self.kind != "sum"
         is_plain = self.shares is None and not self.num_missing
@@ -166,7 +166,7 @@ class Case(cases.Case):
 
     @property
     def operator_cls(self):
-        if self.num_failures > 1:
+        if self.num_losses > 1:
             return SeveralLosses
         return Masked if self.kind == "tokens" else Tokens
 
@@ -190,7 +190,7 @@ class Case(cases.Case):
             target = targets[start : start + step * self.accumulation]
             error = errors(model(features[start : start + len(target)]), target)
             total += error.detach().square().sum()
-            first, others = error.square().sum(), (self.num_failures - 1) * error.abs().sum()
+            first, others = error.square().sum(), (self.num_losses - 1) * error.abs().sum()
             if not count_items(target) and self.kind == "tokens":
                 continue
             count = 1 if self.kind == "sum" else max(1, count_items(target))
@@ -251,7 +251,7 @@ NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
         num_workers=st.integers(1, MOST_WORKERS),
         accumulation=st.integers(1, 3),
         num_parts=st.sampled_from([1, 2, 4]),
-        num_failures=st.integers(1, 3),
+        num_losses=st.integers(1, 3),
         sharding=st.sampled_from([None, None, "optimizer", *["full"] * HAS_FULL_SHARDING]),
         max_grad_norm=st.sampled_from([None, 0.05]),
         scaled=st.booleans(),
@@ -263,16 +263,16 @@ NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
     ).map(supported)
 )
 @example(Case(NOTHING_ON_RANK_0, num_workers=2))
-@example(Case(NOTHING_ON_RANK_0, num_workers=2, num_failures=2, sharding="full"))
-@example(Case(NOTHING_ON_RANK_0, num_workers=2, accumulation=2, num_failures=2, sharding="full"))
+@example(Case(NOTHING_ON_RANK_0, num_workers=2, num_losses=2, sharding="full"))
+@example(Case(NOTHING_ON_RANK_0, num_workers=2, accumulation=2, num_losses=2, sharding="full"))
 @example(Case([NOTHING] * 7, num_workers=2, accumulation=2))
 @example(Case([[1, 2]] * 7 + [NOTHING] * 9, num_workers=2, sharding="optimizer"))
-@example(Case([[1, 2]] * 7 + [NOTHING] * 9, num_workers=2, num_failures=2, sharding="full"))
+@example(Case([[1, 2]] * 7 + [NOTHING] * 9, num_workers=2, num_losses=2, sharding="full"))
 @example(Case([[1, 2]] * 7 + [NOTHING] * 9, scaled=True, accumulation=2))
-@example(Case(SEVERAL * 2, num_workers=2, num_failures=2, kind="both", num_parts=2))
-@example(Case(SEVERAL * 2, num_workers=2, num_failures=2, kind="both", num_missing=1))
+@example(Case(SEVERAL * 2, num_workers=2, num_losses=2, kind="both", num_parts=2))
+@example(Case(SEVERAL * 2, num_workers=2, num_losses=2, kind="both", num_missing=1))
 @example(Case(SEVERAL, num_workers=3, accumulation=2, num_parts=2, sharding="full"))
-@example(Case(SEVERAL, num_workers=2, accumulation=3, num_failures=2, sharding="optimizer"))
+@example(Case(SEVERAL, num_workers=2, accumulation=3, num_losses=2, sharding="optimizer"))
 @example(Case(SEVERAL, num_workers=2, accumulation=2, max_grad_norm=0.05))
 @example(Case(SEVERAL, num_workers=3, shares=(3.0, 1.0, 2.0), num_parts=2, kind="samples"))
 @example(Case(SEVERAL * 2, num_workers=2, shares=(1.5, 0.5), sharding="optimizer"))
@@ -281,7 +281,7 @@ NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
 @example(Case(SEVERAL, num_workers=2, accumulation=2, kind="sum", sharding="full"))
 @example(Case(SEVERAL, num_workers=2, accumulation=2, kind="sum", sharding="optimizer"))
 @example(Case(SEVERAL, num_workers=2, accumulation=2, kind="samples", by_hand=True))
-@example(Case(SEVERAL, num_workers=2, accumulation=2, num_failures=2, by_hand=True, num_parts=2))
+@example(Case(SEVERAL, num_workers=2, accumulation=2, num_losses=2, by_hand=True, num_parts=2))
 def test_update_equals_that_of_one_process(workers, case):
     assume(HAS_FULL_SHARDING or case.sharding != "full")
     check(case, workers(case))
@@ -293,7 +293,7 @@ def test_batch_without_a_loss_is_an_error_with_several_workers(workers, sharding
     """The number of samples with a loss would depend on the rank."""
     given = {"sharding": sharding, "by_hand": by_hand, "kind": "samples", "skipped": 1}
     for result in workers(
-        Case([[1, 2]] * 17, num_workers=2, accumulation=3, num_failures=2, **given)
+        Case([[1, 2]] * 17, num_workers=2, accumulation=3, num_losses=2, **given)
     ):
         assert "does not call self.backward(loss) for every batch" in str(result)
         assert "pass num_samples=0" in str(result)
