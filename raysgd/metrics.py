@@ -282,7 +282,8 @@ class AverageMeterCollection:
 
         Numbers are averaged. Numbers in nested dicts are averaged too, with names such as
         ``outer/inner``. Mergeable metrics are merged. For texts and other values, the newest is
-        kept. None is no value. Pass ``is_batch=True`` only for the last of the parts of a batch.
+        kept. None is no value, nor is a ``batch_count``. Pass ``is_batch=True`` only for the last
+        of the parts of a batch.
 
         Raises:
             TypeError: If a metric is a list, tuple, or set, whose meaning is ambiguous.
@@ -295,7 +296,7 @@ class AverageMeterCollection:
     def _add(self, metrics: Mapping[str, Any], n: float, prefix: str = "") -> None:
         for key, value in metrics.items():
             name = f"{prefix}{key}" if prefix else key
-            if name == NUM_SAMPLES:
+            if name in (NUM_SAMPLES, BATCH_COUNT):
                 continue
             is_mean = is_numeric(value)
             _check_size(name, value)
@@ -354,18 +355,20 @@ class AverageMeterCollection:
         """Return ``num_samples``, ``batch_count``, and the mean and last value of each metric.
 
         For mergeable metrics, return the value instead of a mean. Means and these values are
-        :class:`Computed`.
+        :class:`Computed`. A metric that batches name ``last_k`` replaces the last value of ``k``.
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         metrics: dict[str, Any] = {name: meter._as_sums() for name, meter in self._meters.items()}
         metrics |= {name: merged for name, (merged, _) in self._mergeable.items()}
+        own: dict[str, Any] = {}  # also replaces the last value of another metric
         for name, metric in metrics.items():
-            values.update(values_of(name, metric))
-            values.update({f"last_{name}{suffix}": n for suffix, n in self._newest(name).items()})
+            own |= (computed := values_of(name, metric))
+            last = {f"last_{name}{suffix}": n for suffix, n in self._newest(name).items()}
+            values |= {**computed, **last}
         for name, value in self._not_averaged.items():
             if value is not None or name not in metrics:
-                values[name] = values[f"last_{name}"] = value
-        return values
+                own[name] = values[name] = values[f"last_{name}"] = value
+        return values | own
 
 
 def _is_mean(name: str, value: Any) -> bool:

@@ -179,6 +179,26 @@ def test_numbers_in_dicts_are_averaged_as_others_are():
     assert (merged["f1/cat"], merged["f1/dog/big"], merged["last_f1/cat"]) == (2.0, 3.0, 5.0)
 
 
+@pytest.mark.parametrize("last", [(1.0, 3.0), ("a", "b")])
+@pytest.mark.parametrize("names", [("last_lr", "lr"), ("lr", "last_lr")])
+def test_an_own_metric_replaces_the_last_value_of_another(names, last):
+    meters = AverageMeterCollection()
+    for batch in ({"last_lr": last[0], "lr": 5.0}, {"last_lr": last[1], "lr": 7.0}):
+        meters.update({name: batch[name] for name in names})
+    result = merge_workers([meters.summary()])
+    assert result["lr"] == 6.0
+    assert result["last_lr"] == (2.0 if last == (1.0, 3.0) else "b")
+
+
+def test_batches_do_not_change_the_number_of_batches():
+    meters = AverageMeterCollection()
+    meters.update({"batch_count": 9, "loss": 1.0})
+    meters.update({"batch_count": 7, "loss": 1.0, "sizes": {"batch_count": 3}})
+    result = meters.summary()
+    assert (result["batch_count"], result["sizes/batch_count"]) == (2, 3.0)
+    assert "last_batch_count" not in result
+
+
 def test_each_element_of_a_tensor_has_its_own_mean():
     parts = [(torch.tensor([1, 2]), 1), (torch.tensor([5, 2]), 3)]
     merged = merge_workers([summary_of(parts, "k")])
