@@ -13,7 +13,7 @@ import numbers
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from statistics import mean
 from typing import Any, Self
 
@@ -318,7 +318,8 @@ class AverageMeterCollection:
                     sums = self._meters.pop(name)._as_sums()
                     self._mergeable[name] = sums, sums
                 earlier = self._mergeable.get(name)
-                self._mergeable[name] = (earlier[0].merge(value) if earlier else value), value
+                merged = _merge_two(name, earlier[0], value) if earlier else value
+                self._mergeable[name] = merged, value
             elif isinstance(value, Mapping):
                 self._add(value, n, f"{name}/")
             elif isinstance(value, list | tuple | set):
@@ -384,6 +385,18 @@ def _check_size(name: str, value: Any) -> None:
         )
 
 
+def _merge_two(name: str, left: MergeableMetric, right: MergeableMetric) -> MergeableMetric:
+    pair = left, right
+    names = [sorted(each._sums) if isinstance(each, Sums) else [] for each in pair]
+    if names[0] != names[1]:
+        kinds = [f"{type(m).__name__}({', '.join(names[i])})" for i, m in enumerate(pair)]
+        raise TypeError(
+            f"The metric {name!r} is {kinds[0]} in some batches, and {kinds[1]} in others. A plain "
+            "number is Sums(total, weight). Return the same kind in all batches."
+        )
+    return left.merge(right)
+
+
 def _sums_of(value: Any, weight: float) -> Sums:
     # Ignore means over no samples, because they can be NaN, and NaN times 0 is NaN.
     return Sums(ratio, total=on_cpu(value) * weight if weight else 0.0, weight=weight)
@@ -421,7 +434,7 @@ def _merge(
             weights = {i: on_cpu(results[i].get(NUM_SAMPLES, 1)) for i in values}
             metrics[name] = {i: _sums_of(value, weights[i]) for i, value in values.items()}
     for name, by_result in metrics.items():
-        total = reduce(lambda metric, other: metric.merge(other), by_result.values())
+        total = reduce(partial(_merge_two, name), by_result.values())
         merged = {**values_of(name, total, raises), **merged}
     return {name: merged[name] for name in names if name in merged} | merged
 

@@ -313,6 +313,34 @@ class Shares(MergeableMetric):
         return {f"_{i}": count / sum(self.counts) for i, count in enumerate(self.counts)}
 
 
+def rmse(squares, count):
+    return math.sqrt(squares / count)
+
+
+def merged_of(batches, name):
+    return merge_workers([summary_of([batch], name) for batch in batches])
+
+
+ERRORS = Sums(rmse, squares=8.0, count=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (3.0, "Sums(total, weight)"),
+        (Sums(total_of, squares=1.0, count=2, more=3), "Sums(count, more, squares)"),
+        (Shares([1, 2]), "Shares()"),
+    ],
+)
+def test_different_kinds_of_a_metric_are_an_error_that_names_them(other, kind):
+    kinds = {kind, "Sums(count, squares)"}
+    for values in ([ERRORS, other], [other, ERRORS]):
+        for merge in (summary_of, merged_of):
+            with pytest.raises(TypeError, match="'val_rmse' is") as caught:
+                merge([(value, 1) for value in values], "val_rmse")
+            assert all(each in str(caught.value) for each in kinds)
+
+
 def shares_of(*batches):
     return summary_of([(Shares(counts), 1) for counts in batches], "share")
 
