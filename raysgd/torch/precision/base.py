@@ -33,6 +33,8 @@ class Precision(UpdateFeature):
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
+        self.dtype = dtype
+        """dtype of forward passes. None for that of the parameters."""
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def prepare(

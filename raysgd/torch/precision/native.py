@@ -28,9 +28,8 @@ class NativeAmp(Precision):
     takes_dtype: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        super().__init__(device)
         default = torch.bfloat16 if device.type == "cpu" else torch.float16
-        self.dtype = default if dtype is None else dtype
+        super().__init__(device, default if dtype is None else dtype)
         # bfloat16 has the range of float32, and needs no scaler.
         self.scales_loss = self.dtype is torch.float16
         self.scaler = torch.amp.GradScaler(device.type) if self.scales_loss else None

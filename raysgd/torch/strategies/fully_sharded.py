@@ -18,7 +18,6 @@ from raysgd.checkpoint.shards import SavedPiece
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.modules import only_running_statistics
-from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.sharded_modules import ShardedModules
@@ -45,8 +44,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
             why = "batch normalization may need fewer parts on some workers"
             train_state.micro_batching.refuse_split(why)
         models, (optimizer,) = train_state.models, train_state.optimizers
-        device, precision = train_state.settings.device, train_state.precision
-        dtype = precision.dtype if isinstance(precision, NativeAmp) else None
+        device, dtype = train_state.settings.device, train_state.precision.dtype
         self.modules = ShardedModules(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
         whole = () if train_state.settings.context.is_alone else self.modules.parameters

@@ -24,6 +24,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
 from raysgd.torch.options import TorchOptions, TorchSettings
+from raysgd.torch.precision import PRECISIONS, Precision
 from raysgd.torch.runner import build_operator
 from raysgd.torch.state_access import TorchStateAccess
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
@@ -393,6 +394,17 @@ def test_full_sharding_names_the_pytorch_that_it_needs(process_group, monkeypatc
     monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
     with pytest.raises(ImportError, match=rf"needs PyTorch 2\.13 .*{re.escape(torch.__version__)}"):
         build(lambda: FULL, ALONE)
+
+
+@needs_full_sharding
+def test_full_sharding_computes_in_the_dtype_of_an_added_precision(process_group, monkeypatch):
+    class Lower(Precision):
+        takes_dtype = True
+
+    monkeypatch.setitem(PRECISIONS, "lower", Lower)
+    arguments = {"use_fp16": "lower", "amp_dtype": torch.bfloat16}
+    operator = build(lambda: FULL, ALONE, **arguments)
+    assert operator.model(torch.ones(1, 8)).dtype == torch.bfloat16
 
 
 @needs_full_sharding
