@@ -270,7 +270,7 @@ class SupervisedOperator(ConfiguredOperator):
                 counted = counted._replace(num_items=float(losses.numel()))
             total = losses.sum()
             count = losses.numel() if counted.num_items is None else counted.num_items
-        self.backward(total / (count or 1), num_samples=counted)
+        self.backward(total / (count or 1), counted)
         self.optimizer_step(self.optimizer)
         metrics = self.loss_metrics(total.detach(), count)
         return {NUM_SAMPLES: len(target), **{f"train_{k}": v for k, v in metrics.items()}}

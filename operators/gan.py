@@ -117,11 +117,11 @@ class GAN(ConfiguredOperator):
         # Use separate passes: normalization layers must not mix real and generated samples, and a
         # layer that changes its buffers needs its backward pass before the next forward pass.
         counted = self.count_for_backward(batch, count)
-        self.backward(loss_real, num_samples=counted)
+        self.backward(loss_real, counted)
         with self.autocast():
             on_fake = to_full_precision(self.discriminator(fake.detach()))
             loss_fake = _loss(on_fake, 0.0)
-        self.backward(loss_fake, num_samples=counted)
+        self.backward(loss_fake, counted)
         self.optimizer_step(self.discriminator_optimizer)
 
         judge = self.unwrapped(self.discriminator)
@@ -132,7 +132,7 @@ class GAN(ConfiguredOperator):
                 parameter.requires_grad_(False)
             with self.autocast():
                 loss = _loss(to_full_precision(judge(fake)), 1.0)
-            self.backward(loss, num_samples=counted)
+            self.backward(loss, counted)
         self.optimizer_step(self.generator_optimizer)
         return {
             "train_discriminator_loss": (loss_real + loss_fake).detach(),

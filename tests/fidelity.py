@@ -95,7 +95,7 @@ class Exact(TrainingOperator):
         features, ids, target = batch
         self.largest = max(self.largest, len(ids))
         loss = (self.model(features, ids) - target).square().mean()
-        self.backward(loss, num_samples=len(ids) if self.config.get("counts", True) else None)
+        self.backward(loss, num_items=len(ids) if self.config.get("counts", True) else None)
         for optimizer in self.optimizers:
             self.optimizer_step(optimizer)
         return {"train_loss": loss.detach(), "num_samples": len(ids)}

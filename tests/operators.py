@@ -125,11 +125,11 @@ class Adversaries(TrainingOperator):
         for _ in range(self.config.get("times", 1)):
             with self.autocast():
                 loss = self.judge(self.maker(noise).detach()).mean() - self.judge(real).mean()
-            self.backward(loss, num_samples=len(real))
+            self.backward(loss, num_items=len(real))
             self.optimizer_step(for_judge)
         with self.autocast():
             loss = (self.judge(self.maker(noise)) - 1).square().mean()
-        self.backward(loss, num_samples=len(real))  # also leaves gradients in the judge
+        self.backward(loss, num_items=len(real))  # also leaves gradients in the judge
         self.optimizer_step(for_maker)
         return {"num_samples": len(real)}
 

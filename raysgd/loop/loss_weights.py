@@ -134,8 +134,8 @@ class LossWeights:
             earlier = self._set_divisor(count, averaging_size, all_reduce)
         elif count.num_items not in (None, self._count.num_items):
             raise ValueError(
-                f"backward(num_samples={count.num_items!r}) follows "
-                f"num_samples={self._count.num_items} for another loss of the same batch. With "
+                f"backward(num_items={count.num_items!r}) follows "
+                f"num_items={self._count.num_items} for another loss of the same batch. With "
                 "accumulation or equal bits, pass the same number."
             )
         weight = self._items * averaging_size / self._divisor if self._items else 0.0
@@ -146,7 +146,7 @@ class LossWeights:
         update = self._update
         if self.num_earlier and (self._count.num_items is None) != (count.num_items is None):
             raise ValueError(
-                "backward(num_samples=...) was passed for some batches of an accumulation "
+                "backward(num_items=...) was passed for some batches of an accumulation "
                 "group. Pass it for all of them or for none."
             )
         self._count = count

@@ -127,7 +127,7 @@ class TrainingOperator(OperatorBase):
             loss = loss_of(self, model(*read.arguments, **read.keywords), read)
         num_samples = self._count_samples(read, batch_info)
         count = self.count_for_backward(batch, num_samples, read.target)
-        self.backward(loss, num_samples=count)
+        self.backward(loss, count)  # by position: overrides may use the name num_samples
         self.optimizer_step(optimizer)
         return {"train_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
 
@@ -181,7 +181,7 @@ class TrainingOperator(OperatorBase):
     def count_for_backward(
         self, batch: Any, num_samples: int, target: Any = None, default_items: int | None = None
     ) -> LossCount:
-        """Return what the default `train_batch` passes to `backward` as ``num_samples``.
+        """Return what the default `train_batch` passes to `backward` as ``num_items``.
 
         Args:
             batch: The batch, for `num_items`.
@@ -360,7 +360,11 @@ class TrainingOperator(OperatorBase):
         return self._train_state.precision.autocast()
 
     def backward(
-        self, loss: torch.Tensor, num_samples: float | torch.Tensor | LossCount | None = None
+        self,
+        loss: torch.Tensor,
+        num_items: float | torch.Tensor | LossCount | None = None,
+        *,
+        num_samples: float | torch.Tensor | LossCount | None = None,
     ) -> None:
         """Compute the gradients of `loss`. Gradients of several losses of one batch add up.
 
@@ -369,15 +373,20 @@ class TrainingOperator(OperatorBase):
 
         Args:
             loss: A tensor of one element, the mean over the samples of the batch.
-            num_samples: Number of items, such as tokens, if `loss` is a mean over these items. A
-                batch of 0 items is ignored. Pass `num_samples` on all workers or on none. None
+            num_items: Number of items, such as tokens, if `loss` is a mean over these items. A
+                batch of 0 items is ignored. Pass `num_items` on all workers or on none. None
                 counts samples, or the items of the previous loss of the batch. With accumulation
                 or equal bits, all losses of a batch need the same number. The default
                 ``train_batch`` passes a `LossCount`, which an override of this method passes on.
+            num_samples: The former name of `num_items`.
         """
+        if num_samples is not None:
+            if num_items is not None:
+                raise TypeError("backward(num_items=..., num_samples=...): pass only num_items.")
+            num_items = num_samples
         timing, segment = self._train_state.timing, self._train_state.segment
         timing.begin(BACKWARD)
-        self._update_features.optimization.backward(loss, num_samples, segment)
+        self._update_features.optimization.backward(loss, num_items, segment)
         timing.begin(OTHER)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:

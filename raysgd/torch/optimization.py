@@ -344,7 +344,7 @@ def count_of(
     return count._replace(num_items=float(num_items))
 
 
-def as_count(count: Any, caller: str = "backward", name: str = "num_samples") -> float:
+def as_count(count: Any, caller: str = "backward", name: str = "num_items") -> float:
     """Return a number, or a tensor of one element, as a float. Errors have the other arguments."""
     value = count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count
     check_number(caller, name, value)

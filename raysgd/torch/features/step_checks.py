@@ -58,13 +58,13 @@ class StepChecks(UpdateFeature):
             if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
             elif self._collective and losses.counted_items is None:
-                why = f"calls {self._collective}, and self.backward(loss) without num_samples"
+                why = f"calls {self._collective}, and self.backward(loss) without num_items"
         num_even = train_state.settings.context.world_size * update.plan.num_samples if why else 0
         if steps.counts and why and update.plan.total_samples not in (None, num_even):
             train_state.settings.warn_once(
                 "weight",
                 "The workers have different numbers of samples in step %d, and train_batch %s. "
-                "Losses then have wrong weights. Pass num_samples to self.backward for each loss. "
+                "Losses then have wrong weights. Pass num_items to self.backward for each loss. "
                 'Or use drop_last=True, and ElasticConfig(global_batch="scale", shares="even").',
                 train_state.position.global_step,
                 why,
@@ -90,7 +90,7 @@ class StepChecks(UpdateFeature):
         self._refuse_split(
             f"train_batch calls {name}",
             f"leave out {name}, because the result would depend on the number of workers. For a "
-            "mean over other items than samples, call self.backward(loss, num_samples=count).",
+            "mean over other items than samples, call self.backward(loss, num_items=count).",
         )
 
     def warn_of_dropped_samples(self, segment: Segment | None) -> None:
@@ -110,7 +110,7 @@ class StepChecks(UpdateFeature):
             "The number of samples in a batch is not clear: its tensors have %s rows, and the "
             "loader joined %s samples. raysgd counts %d samples. If losses are means over "
             "something else, override num_items(batch), or call self.backward(loss, "
-            "num_samples=count) in a train_batch of your own.",
+            "num_items=count) in a train_batch of your own.",
             sorted(batch.lengths),
             "unknown" if drawn is None else drawn,
             count,
@@ -121,7 +121,7 @@ class StepChecks(UpdateFeature):
         update, train_state = self._train_state.update, self._train_state
         has_one_batch = train_state.accumulation_steps == 1 and not update.has_logical_workers
         if has_one_batch and update.loss_weights.has_loss and count.num_items is not None:
-            self._refuse_split("train_batch passes num_samples for several losses of a batch")
+            self._refuse_split("train_batch passes num_items for several losses of a batch")
         counts_samples = count.num_items is None and not count.is_sum
         has_gap = update.loss_weights.num_earlier < update.micro_batch_index
         if has_gap and counts_samples and train_state.exchange.averaging_size > 1:
@@ -214,7 +214,7 @@ class StepChecks(UpdateFeature):
             raise RuntimeError(
                 f"{why}. With gradient_accumulation_steps={num_batches}, call self.backward(loss) "
                 "and self.optimizer_step(optimizer) once for every batch. For a batch without a "
-                "loss, pass num_samples=0, and pass the number of samples for all other batches."
+                "loss, pass num_items=0, and pass the number of samples for all other batches."
             )
 
 

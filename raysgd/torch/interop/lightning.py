@@ -214,7 +214,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 'the loss, or a dict with "loss". raysgd cannot skip a batch.'
             )
         module.on_before_backward(loss)
-        self.backward(loss, num_samples=count)
+        self.backward(loss, count)
         module.on_after_backward()
         if self.optimizer_step(self.optimizer):
             module.on_before_zero_grad(self.optimizer)

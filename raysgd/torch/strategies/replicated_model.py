@@ -244,7 +244,7 @@ class BackwardPasses:
             raise RuntimeError(
                 "train_batch made no backward pass for this batch on this worker, but did so on "
                 "other workers. All workers must train every model on every batch. For a batch "
-                "without a loss, call self.backward(loss, num_samples=0) with any loss of the "
+                "without a loss, call self.backward(loss, num_items=0) with any loss of the "
                 "registered model. For others, pass their number of samples."
             )
 

@@ -236,7 +236,7 @@ YES, NO = (True, True), (False, True)
 def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
     full, first, batch_size, given_global, num_samples, accumulated, drop_last, says, course
 ):
-    """`says`: whether a batch passes num_samples to backward(), and ends with an exchange."""
+    """`says`: whether a batch passes num_items to backward(), and ends with an exchange."""
     global_batch = full * batch_size
     config = {
         "num_samples": num_samples,

@@ -45,7 +45,7 @@ def test_counts_of_losses_may_differ_only_in_an_update_of_one_micro_batch():
         assert update.loss_weights.add(LossCount(count)) == (1.0, 1.0)
     update.begin_micro_batch(MicroBatchPlan())
     update.loss_weights.add(LossCount(3.0))
-    with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):
+    with pytest.raises(ValueError, match=r"num_items=4.* follows num_items=3"):
         update.loss_weights.add(LossCount(4.0))
 
 
@@ -53,5 +53,5 @@ def test_counts_of_losses_may_differ_only_in_an_update_of_one_micro_batch():
 def test_number_of_samples_must_be_a_finite_number(count):
     is_number = isinstance(count, int | float) and count is not True
     error, said = (ValueError, "at least 0, and finite") if is_number else (TypeError, "a number")
-    with pytest.raises(error, match=f"num_samples=.*be {said}"):
+    with pytest.raises(error, match=f"num_items=.*be {said}"):
         as_count(count)

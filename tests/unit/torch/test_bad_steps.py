@@ -128,8 +128,8 @@ def test_bad_steps_change_nothing_but_the_schedule(tmp_path, kind, config, argum
 
 def test_gradient_that_is_not_finite_is_a_bad_step():
     class Infinite(Regression):
-        def backward(self, loss, num_samples):
-            super().backward(loss, num_samples)
+        def backward(self, loss, num_items):
+            super().backward(loss, num_items)
             if self.global_step == 4:
                 self.model[1].weight.grad.mul_(math.inf)
 

@@ -138,7 +138,7 @@ class Tokens(TrainingOperator):
     def train_batch(self, batch, batch_info):
         labels = batch["labels"].flatten()
         loss = torch.nn.functional.cross_entropy(self.model(batch["x"]).flatten(0, 1), labels)
-        self.backward(loss, num_samples=4 if self.config["counts"] else None)
+        self.backward(loss, num_items=4 if self.config["counts"] else None)
         self.optimizer_step(self.optimizer)
         return {"train_loss": loss.detach(), "num_samples": 2}
 

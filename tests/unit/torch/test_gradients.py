@@ -493,7 +493,7 @@ def test_update_equals_that_of_one_process(workers, case):
 )
 def test_what_one_worker_skips_is_an_error_in_that_step(workers, step, num_models, at):
     _, (message, is_unchanged) = workers(Case(step, num_models=num_models, num_steps=at))
-    assert "self.backward(loss, num_samples=0)" in message
+    assert "self.backward(loss, num_items=0)" in message
     assert is_unchanged == (at == 1)
 
 

@@ -81,10 +81,10 @@ class SeveralLosses(Tokens):
             return {}
         self.optimizer.zero_grad()  # keeps the gradients of earlier batches in the group
         output, count = self.model(features), count_items(target)
-        given = {"num_samples": count} if self.case.kind in ("tokens", "both") else {}
+        given = {"num_items": count} if self.case.kind in ("tokens", "both") else {}
         self.backward(mean_loss(output, target), **given)
         if self.case.kind == "both":
-            count, given = len(target), {"num_samples": len(target)}
+            count, given = len(target), {"num_items": len(target)}
         for _ in range(self.case.num_losses - 1):
             loss = errors(self.model(features), target).abs().sum() / count
             self.backward(loss, **given)
@@ -296,4 +296,4 @@ def test_batch_without_a_loss_is_an_error_with_several_workers(workers, sharding
         Case([[1, 2]] * 17, num_workers=2, accumulation=3, num_losses=2, **given)
     ):
         assert "does not call self.backward(loss) for every batch" in str(result)
-        assert "pass num_samples=0" in str(result)
+        assert "pass num_items=0" in str(result)

@@ -94,7 +94,7 @@ class Zeroing(Adversaries):
         for which in self.config["order"]:
             self.optimizers[which].zero_grad()
             loss = adversarial_loss(which, self.judge, self.maker, real, noise)
-            self.backward(loss, num_samples=len(real))
+            self.backward(loss, num_items=len(real))
             self.optimizer_step(self.optimizers[which])
         return {}
 
@@ -377,10 +377,30 @@ def test_loss_of_a_closure_is_the_mean_over_the_items_of_all_workers(monkeypatch
 
     def compute():
         loss = operator.model(BATCH[0]).sum() * 0 + (2.0 if count else float("nan"))
-        operator.backward(loss, num_samples=count)
+        operator.backward(loss, num_items=count)
         return loss
 
     assert operator.optimizer.step(compute) == pytest.approx(2.0 * count / (count + 1))
+
+
+def test_backward_accepts_num_items_by_its_former_name():
+    operator = run_operator(Classifier)
+    for name, count in (("num_items", 3), ("num_samples", 4)):
+        operator.backward(operator.model(BATCH[0]).sum(), **{name: count})
+        assert operator._train_state.update.loss_weights.counted_items == count
+    with pytest.raises(TypeError, match="pass only num_items"):
+        operator.backward(operator.model(BATCH[0]).sum(), num_items=3, num_samples=3)
+
+
+def test_the_default_step_calls_an_override_of_backward_with_the_former_name():
+    class Former(Classifier):
+        def backward(self, loss, num_samples=None):
+            super().backward(loss, num_samples=num_samples)
+
+    operators = [run_operator(each) for each in (Former, Classifier)]
+    for operator in operators:
+        operator.train_batch(BATCH, {})
+    assert torch.equal(*map(parameters, operators))
 
 
 # ---- gradients that user code changes before the update

@@ -32,7 +32,7 @@ class Overflowing(Classifier):
             loss = self.criterion(self.model(features), target)
         if batch_info["global_step"] in self.config["overflow_at"]:
             loss = loss * float("inf")
-        self.backward(loss, num_samples=len(target))
+        self.backward(loss, num_items=len(target))
         self.optimizer_step(self.optimizer)
         return {"train_loss": loss.detach(), "num_samples": len(target)}
 

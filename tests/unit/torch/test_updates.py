@@ -96,7 +96,7 @@ class Empty(Plain):
 
         def compute():
             loss = torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
-            self.backward(loss if number else loss * float("nan"), num_samples=number)
+            self.backward(loss if number else loss * float("nan"), num_items=number)
             return loss
 
         if (step := self.config["step"]) != "closure":
@@ -113,7 +113,7 @@ class TwoLosses(Plain):
     """The first loss has no items, and the second is a plain one."""
 
     def train_batch(self, batch, batch_info):
-        self.backward(self.model(batch[0]).sum(), num_samples=0)
+        self.backward(self.model(batch[0]).sum(), num_items=0)
         self.optimizer_step(self.optimizer)
         before = self.model[0].weight.clone()
         self.optimizer.step(lambda: self.model(batch[0]).sum().backward())
