@@ -107,17 +107,25 @@ class SampleBuffer:
     def __init__(self, chunks: Iterable[Chunk], mark: Mapping[str, Any]) -> None:
         self._chunks, self._marks = iter(chunks), [mark]
         self._states = list(mark["states"])
-        self.has_ended = False
+        self.has_ended = self._is_closed = False
         self.start: int = mark["offset"]
         self._samples: list[Any] = []
         self._digests: list[int] = [mark["digest"]]  # of the stream up to each sample, and the end
 
     @property
     def end(self) -> int:
-        return self.start + len(self._samples)
+        return self.start + len(self._digests) - 1
+
+    def knows(self, offset: int) -> bool:
+        """Return whether the digest at an offset is known."""
+        return self.start <= offset <= self.end
 
     def holds(self, offset: int) -> bool:
-        return self.start <= offset <= self.end
+        return self.knows(offset) and not self._is_closed
+
+    def close(self) -> None:
+        """Release the samples, and what reads them. The digests and marks stay."""
+        self._chunks, self._samples, self._is_closed = iter(()), [], True
 
     def samples(self, start: int, stop: int) -> list[Any]:
         samples = self._samples[start - self.start : stop - self.start]

@@ -60,11 +60,12 @@ class IterableSource(PartitionedSource):
         )
         if isinstance(getattr(loader, "dataset", loader), GroupedStream):
             self.reading_advice = "use the Stream without group and skip_broken"
+        self._forget()
         self.end_processes()
 
     def __iter__(self) -> Iterator[Any]:
         copied = self._copy_for_user()
-        copied.end_processes()
+        copied._forget()
         for batch in copied.batches(self.current_epoch or 0, 0):
             yield batch
             copied._buffer.trim(copied._span[0])
@@ -123,8 +124,10 @@ class IterableSource(PartitionedSource):
     def resume_info(self, epoch: int, offset: int) -> Mapping[str, Any]:
         if offset == 0:
             return {}
-        if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
-            return self._saved if self._saved.get("at") == [epoch, offset] else {}
+        if self._saved.get("at") == [epoch, offset]:
+            return self._saved
+        if self._reading != (epoch, self._seed) or not self._buffer.knows(offset):
+            return {}
         info = {"at": [epoch, offset], "digest": self._buffer.digest_at(offset)}
         mark = self._buffer.mark_before(offset)
         if mark["offset"]:  # not the start of the epoch
@@ -143,9 +146,12 @@ class IterableSource(PartitionedSource):
     def end_processes(self) -> None:
         super().end_processes()
         close_files(self._dataset)
+        self._buffer.close()  # its digests stay, to compare the samples of the next iteration
+
+    def _forget(self) -> None:
+        """Begin without samples and without digests."""
         self._reading: tuple[int, int] | None = None  # epoch and seed
         self._buffer = SampleBuffer((), start_of_epoch(0))
-        self._span = 0, 0  # start and size of the newest step
 
     def _seek(self, epoch: int, offset: int) -> None:
         if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
@@ -163,15 +169,16 @@ class IterableSource(PartitionedSource):
                 "from a checkpoint of the end of an epoch."
             )
         self._buffer.trim(offset)
+        self._span = offset, 0  # start and size of the newest step
 
     def _open(self, epoch: int, offset: int) -> None:
+        self._saved = self.resume_info(epoch, offset)
         self.end_processes()
         set_loader_epoch(self.loader, epoch)
         num_processes = self.loader.num_workers if self._collates else 0
         start = start_of_epoch(max(1, num_processes))
-        mark, at = self._saved.get("mark", start), self._saved.get("at", [None, 0])
-        fits = at[0] == epoch and at[1] <= offset and can_seek(self._dataset)
-        if not fits or len(mark["states"]) != len(start["states"]):
+        mark = self._saved.get("mark", start)
+        if not can_seek(self._dataset) or len(mark["states"]) != len(start["states"]):
             mark = start
         seed, requested = self._seed + epoch, self._requested_batch_size
         size = requested if self._follows_config and requested else self.batch_size
@@ -184,8 +191,6 @@ class IterableSource(PartitionedSource):
         try:
             return self._buffer.read_to(start, size)
         except BaseException:
-            if self._reading is not None:
-                self._saved = self.resume_info(self._reading[0], self._buffer.start)
             self.end_processes()  # a generator that has raised looks like one that has ended
             raise
 

@@ -489,6 +489,62 @@ def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
         next(resumed.batches(0, 3))
 
 
+class Rotating(Numbers):
+    """Numbers whose first one differs between iterations. Reading `fails_at` raises once."""
+
+    fails_at, error, num_begun = None, FileNotFoundError, 0
+
+    def __iter__(self):
+        self.num_begun += 1
+        for number in range(self.size):
+            if number == self.fails_at:
+                self.fails_at = None
+                raise self.error
+            yield torch.tensor((number + self.num_begun) % self.size), 0.0
+
+
+def fail_in_epoch(source):
+    """Read steps until one fails. Return their number of samples."""
+    offset = 0
+    try:
+        for _ in source.batches(0, 0):
+            source.plan(offset, 1)
+            offset = source.offset_after(offset, 1)
+    except (FileNotFoundError, KeyboardInterrupt):
+        return offset
+    raise AssertionError("no step has failed")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, KeyboardInterrupt])
+@pytest.mark.parametrize("fails_at", [2, 7, 12])
+def test_stream_that_gives_other_samples_after_a_reading_error_is_an_error(fails_at, error):
+    data = Rotating(20)
+    data.fails_at, data.error = fails_at, error
+    source, new = wrap(DataLoader(data, batch_size=2)), wrap(DataLoader(Rotating(20), batch_size=2))
+    offset = fail_in_epoch(source)
+    assert offset == fails_at // 2 * 2
+    saved = source.resume_info(0, offset)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Rotating, now gives other samples"):
+            next(source.batches(0, offset))
+        source.end_processes()
+        assert source.resume_info(0, offset) == saved
+    new.load_resume_info(saved)  # its first iteration is that of the checkpoint
+    assert numbers_of(next(new.batches(0, offset)))[0] == offset + 1
+
+
+def test_reading_error_before_a_loaded_position_keeps_its_digest():
+    source, data = wrap(DataLoader(Rotating(20), batch_size=2)), Rotating(20)
+    next(source.batches(0, 0))
+    source.plan(0, 5)
+    resumed, data.fails_at = wrap(DataLoader(data, batch_size=2)), 5
+    resumed.load_resume_info(source.resume_info(0, 8))
+    with pytest.raises(FileNotFoundError):
+        next(resumed.batches(0, 8))
+    with pytest.raises(RuntimeError, match="Rotating, now gives other samples"):
+        next(resumed.batches(0, 8))
+
+
 def test_workers_notice_that_they_read_other_samples():
     loader = DataLoader(Unseeded(1000), batch_size=3)
     ranks = [wrap(loader, world_size=2, rank=rank) for rank in range(2)]
