@@ -112,6 +112,7 @@ class BatchSource:
         self._has_length = has_length and length_of(loader) is not None
         self._iteration: Any = None  # the newest over the loader, until `end_processes`
         self._stopped_at: tuple[int, int] | None = None  # epoch and offset, if it can continue
+        self._given = 0, 0  # epoch of the newest batches that were read, and their number
         self.unread: Iterator[ReadBatch] | None = None  # the rest of an epoch, for the next segment
         self._saved: Mapping[str, Any] = {}  # the newest `resume_info` that was loaded
 
@@ -148,19 +149,36 @@ class BatchSource:
     def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
         """Iterate over this worker's batches of `epoch` from `offset`.
 
-        An unpartitioned loader reads and skips the batches before `offset`.
+        An unpartitioned loader reads and skips the batches before `offset`. An iterator that can be
+        read only once skips those that it has not given yet.
         """
         iterator, stopped_at, self._stopped_at = self._iteration, self._stopped_at, None
         if offset == 0 or stopped_at != (epoch, offset):
-            iterator = self._iteration = iterate_once(set_loader_epoch(self.loader, epoch))
-            for _ in itertools.islice(iterator, offset):
-                pass
+            iterator = self._iteration = self._read_from(epoch, offset)
         yield from map(ReadBatch, itertools.islice(iterator, num_steps))
         if num_steps is None:
             return
         if self.steps_left(offset + num_steps) == 0:
             next(iterator, None)  # code of the loader after its last batch may matter
         self._stopped_at = epoch, offset + num_steps
+
+    def _read_from(self, epoch: int, offset: int) -> Iterator[Any]:
+        """Iterate over the loader from an offset, or over the rest of an iterator."""
+        begins = epoch > self._given[0] or (offset == 0 and self.current_epoch is None)
+        if begins or not is_read_once(self.loader):
+            self._given = epoch, 0
+        if self._given > (epoch, offset):
+            raise RuntimeError(
+                f"Reading cannot continue in epoch {epoch} after {offset} batches, because "
+                f"{self.describe()} can be read only once, and has already given "
+                f"{self._given[1]} batches of epoch {self._given[0]}. Register a loader that can "
+                "be read again, such as a list, or load the state in a new trainer."
+            )
+        # An iterator that continues may restart in `set_epoch`.
+        for batch in set_loader_epoch(self.loader, None if self._given[1] else epoch):
+            self._given = epoch, self._given[1] + 1
+            if self._given[1] > offset:
+                yield batch
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         """Return this worker's micro-batches in an update of `num_steps` steps."""

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -566,6 +567,78 @@ def test_training_does_not_continue_with_other_samples_after_an_error_of_the_loa
         with pytest.raises(RuntimeError, match=r"after 16 samples.* now gives other samples"):
             trainer.train()
     assert operator.trained == [*range(1, 17)]
+
+
+class Once(Iterator):
+    """Batches that can be read only once. Reading the third one raises `error` once."""
+
+    error = None
+
+    def __init__(self, batches):
+        self.rest, self.epochs = [*batches], []
+
+    def __next__(self):
+        if not self.rest:
+            raise StopIteration
+        if len(self.rest) == 3 and (error := self.error):
+            self.error = None
+            raise error
+        return self.rest.pop(0)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_iterator_that_fails_once_loses_no_batches(start, error):
+    trainer, operator = start(Streaming, {"wrap": Once})
+    loader = operator._train_state.data.registered_loaders["train"]
+    loader.error = error
+    with pytest.raises(error):
+        trainer.train()
+    epochs = [*loader.epochs]
+    trainer.train()
+    assert operator.trained == EPOCH
+    assert loader.epochs == epochs  # it may begin again in `set_epoch`
+
+
+def test_iterator_continues_from_its_own_position_only(start):
+    trainer, operator = start(Streaming, {"wrap": Once})
+    first = trainer.state_dict()
+    trainer.train(num_steps=2)
+    trainer.validate(num_steps=2)
+    trainer.load_state_dict(second := trainer.state_dict())
+    trainer.train(num_steps=1)
+    trainer.validate()
+    assert operator.trained == EPOCH[:24]
+    assert operator.validated == EPOCH
+    for state, offset in (first, 0), (second, 2):
+        trainer.load_state_dict(state)
+        told = rf"epoch 0 after {offset} batches, because Once can .* given 3 batches of epoch 0\."
+        with pytest.raises(RuntimeError, match=told):
+            trainer.train()
+    new, its_operator = start(Streaming, {"wrap": Once})
+    new.load_state_dict(second)
+    new.train()
+    assert its_operator.trained == EPOCH[16:]
+
+
+def test_iterator_without_end_continues_in_each_epoch(start):
+    class Op(Streaming):
+        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+            return super().train_epoch(itertools.islice(iterator, 3), info, num_steps, epoch_idx)
+
+    def endless(batches):
+        return map(lambda batch: batch, itertools.cycle(batches))
+
+    trainer, operator = start(Op, {"wrap": endless})
+    trainer.train()
+    trainer.train()
+    assert trainer.epoch == 2
+    trainer.train(num_steps=1)
+    trainer.load_state_dict(trainer.state_dict())
+    trainer.train(num_steps=1)
+    assert operator.trained == [*EPOCH, *EPOCH[:24]]
 
 
 # ---- data sets of items
