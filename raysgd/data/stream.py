@@ -259,11 +259,12 @@ class GroupedStream(Stream):
             if self._has_groups:
                 seed(group, 0)
             samples = self._samples(epoch, group)
+            if not self._has_groups:  # do not transform the record again, or count it if broken
+                self._state = {"group": group + stride, "taken": 0}
             for taken, sample in enumerate(samples):
                 if taken >= skip:
-                    self._state = {"group": group, "taken": taken + 1}
-                    if not self._has_groups:  # do not transform the record again
-                        self._state = {"group": group + stride, "taken": 0}
+                    if self._has_groups:
+                        self._state = {"group": group, "taken": taken + 1}
                     yield self._augment_one(sample, epoch, (group << 24) + taken)
                 if isinstance(samples, Iterator):
                     seed(group, taken + 1)

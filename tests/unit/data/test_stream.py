@@ -235,6 +235,15 @@ def test_broken_line_is_an_error_with_its_place_or_is_skipped(tmp_path):
     assert stream.num_skipped == 1
 
 
+def test_broken_record_that_was_skipped_is_not_counted_again_after_a_resume(tmp_path):
+    (tmp_path / "data.jsonl").write_text("1\nx\n")
+    stream = Stream(jsonl(tmp_path / "data.jsonl", cache_dir=tmp_path), skip_broken=True)
+    assert list(stream) == [1]
+    stream.load_state_dict(stream.state_dict())
+    assert list(stream) == []
+    assert stream.num_skipped == 1
+
+
 def test_file_that_changes_is_an_error(tmp_path):
     path = tmp_path / "data.txt"
     write_text(path, range(9))
