@@ -42,6 +42,19 @@ LostWorkers = Mapping[WorkerHandle, BaseException]
 """Lost workers with their causes."""
 
 
+class AttemptResult(NamedTuple):
+    """How an attempt at a call, or to form a generation, has ended."""
+
+    state: GroupState
+    """The state of the group from now on."""
+    lost: Mapping[WorkerHandle, BaseException] = {}
+    """Lost members."""
+    error: BaseException | None = None
+    """What `Controller.run` raises. None to repeat the attempt."""
+    outcomes: Sequence[Outcome] | None = None
+    """Outcomes of a complete call, by rank. None if it paused, or repeated earlier steps."""
+
+
 class Attempt:
     """Collects the outcomes of a request to several workers, or of a phase of a start or a rejoin.
 
@@ -103,6 +116,31 @@ class Attempt:
         while self.pending and now() < deadline and not (ends_at_cause and self.is_cause_known):
             self.collect(deadline - now())
 
+    def make_result(self, is_replay: bool, can_repeat: bool) -> AttemptResult:
+        """Return how an attempt at a call has ended.
+
+        The first line that applies::
+
+            no failure, in a replay or at a pause   ready    continue the call
+            no failure                              ready    return the outcomes
+            lost workers                            broken   replace them, and repeat
+            out of memory, if more splits help      broken   repeat
+            other user error                        broken   raise it
+            `why_new_generation`, if `can_repeat`   broken   repeat
+            otherwise                               broken   raise an error
+        """
+        if not self.has_failed:
+            outcomes = [self.outcomes[member] for member in self.members]
+            is_partial = is_replay or any(outcome.kind == "paused" for outcome in outcomes)
+            return AttemptResult("ready", outcomes=None if is_partial else outcomes)
+        if self.lost:
+            return AttemptResult("broken", lost=self.lost)
+        if self.first_user_error is not None:
+            repeats = self.first_user_error[1].min_splits > 0
+        else:
+            repeats = can_repeat and self.why_new_generation is not None
+        return AttemptResult("broken", error=None if repeats else self.make_error())
+
     def make_error(self) -> BaseException:
         """Return the exception to raise for a failure without a lost worker."""
         if self.first_user_error is not None:
@@ -115,19 +153,6 @@ class Attempt:
         )
         error.__cause__ = reason
         return error
-
-
-class AttemptResult(NamedTuple):
-    """How an attempt at a call, or to form a generation, has ended."""
-
-    state: GroupState
-    """The state of the group from now on."""
-    lost: Mapping[WorkerHandle, BaseException] = {}
-    """Lost members."""
-    error: BaseException | None = None
-    """What `Controller.run` raises. None to repeat the attempt."""
-    outcomes: Sequence[Outcome] | None = None
-    """Outcomes of a complete call, by rank. None if it paused, or repeated earlier steps."""
 
 
 class GroupRpc:

@@ -258,27 +258,18 @@ class Supervisor:
         self.record.set_progress(*(progress.values() or [polled]))
         if progress:
             self.observe(progress)
-        if not attempt.has_failed:
-            if is_replay or any(outcome.kind == "paused" for outcome in attempt.outcomes.values()):
-                return AttemptResult("ready")
+        result = attempt.make_result(is_replay, can_repeat=call.has_batches or call.max_retries > 0)
+        if result.outcomes is not None:
             self.snapshots.await_changed_snapshot()
-            outcomes = [attempt.outcomes[member] for member in attempt.members]
-            return AttemptResult("ready", outcomes=outcomes)
-        member, outcome = attempt.first_user_error or (None, None)
-        self.execution.min_splits = 0 if outcome is None else outcome.min_splits
-        if member and outcome and outcome.min_splits:  # memory ran out
-            cause = repr(outcome.unpack())
-            self.record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
-        if attempt.lost:
-            return AttemptResult("broken", lost=attempt.lost)
-        was_interrupted = attempt.why_new_generation is not None and outcome is None
-        can_repeat = call.has_batches or call.max_retries > 0
-        if self.execution.min_splits or (was_interrupted and can_repeat):
-            return AttemptResult("broken")
-        error = attempt.make_error()
-        if member is not None:
-            self.record.add_event("user_error", [member], cause=repr(error))
-        return AttemptResult("broken", error=error)
+        if attempt.first_user_error is not None:
+            member, outcome = attempt.first_user_error
+            self.execution.min_splits = outcome.min_splits
+            if outcome.min_splits:
+                cause = repr(outcome.unpack())
+                self.record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
+            elif result.error is not None:
+                self.record.add_event("user_error", [member], cause=repr(result.error))
+        return result
 
     @contextlib.contextmanager
     def _showing_progress(self, call: Call) -> Iterator[None]:

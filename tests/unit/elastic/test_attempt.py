@@ -10,6 +10,7 @@ from raysgd._internal.progress import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
 from raysgd.elastic.group_rpc import Attempt, GroupRpc
+from raysgd.errors import CollectiveError
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +19,15 @@ def quick(monkeypatch):
         monkeypatch.setattr(f"raysgd.elastic.group_rpc.{name}", 0.01)
 
 
-def outcome(kind, payload=None):
-    return Outcome(kind, payload, Progress())
+def outcome(kind, payload=None, **values):
+    return Outcome(kind, payload, Progress(), **values)
+
+
+OK, PAUSED = outcome("ok"), outcome("paused")
+CUT_OFF, INTERRUPTED = outcome("cut off", OSError()), outcome("interrupted", RuntimeError())
+NO_MEMORY = outcome("user", MemoryError(), min_splits=2)
+BAD_BATCH = outcome("user", ValueError())
+LOST = ray.exceptions.ActorDiedError()
 
 
 class Named(str):
@@ -72,3 +80,32 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     monkeypatch.setattr(rpc, "interrupt", lambda _: futures["b"].set_result(interrupted))
     rpc.interrupt_failed(attempt)
     assert (attempt.lost, attempt.pending) == ({}, {})
+
+
+@pytest.mark.parametrize("can_repeat", [False, True])
+@pytest.mark.parametrize(
+    ("ends", "is_replay", "state", "raised"),
+    [
+        ([OK, OK], False, "ready", None),
+        ([OK, OK], True, "ready", None),
+        ([OK, PAUSED], False, "ready", None),
+        ([LOST, NO_MEMORY], False, "broken", None),
+        ([LOST, BAD_BATCH], False, "broken", None),
+        ([CUT_OFF, NO_MEMORY], False, "broken", None),
+        ([CUT_OFF, BAD_BATCH], False, "broken", ValueError),
+        ([INTERRUPTED, CUT_OFF], False, "broken", "if not can_repeat"),
+        ([INTERRUPTED, OK], False, "broken", CollectiveError),
+    ],
+)
+def test_the_end_of_an_attempt_decides_what_follows(ends, is_replay, state, raised, can_repeat):
+    attempt, futures = attempt_of("a", "b")
+    for future, end in zip(futures.values(), ends, strict=True):
+        (future.set_exception if end is LOST else future.set_result)(end)
+    attempt.collect(0)
+    result = attempt.make_result(is_replay, can_repeat)
+    assert result.state == state
+    assert result.outcomes == (ends if ends == [OK, OK] and not is_replay else None)
+    assert result.lost == ({"a": LOST} if LOST in ends else {})
+    if raised == "if not can_repeat":
+        raised = None if can_repeat else CollectiveError
+    assert type(result.error) is (raised or type(None))
