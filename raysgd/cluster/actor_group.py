@@ -127,26 +127,34 @@ class ActorGroup:
         """Return the members that will be preempted."""
         return self.notices.preempted(self.members)
 
-    def find_vacant_slots(self, request: bool = True) -> list[AnySlot]:
-        """Return slots without a worker, on nodes that will not be preempted.
-
-        If `request` is true or slots were lost, request missing slots, and spare ones for slots
-        that may soon be lost.
-        """
+    def find_vacant_slots(self) -> list[AnySlot]:
+        """Return slots without a worker, on nodes that will not be preempted."""
         slots: list[AnySlot] = [] if self._local_slot is None else [self._local_slot]
-        taken, nodes = list(self._slots.values()), self.notices.nodes
         if (reservation := self._reservation) is not None:
-            num_before = len(reservation.slots)
-            reservation.drop_lost(taken)
-            unsafe = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
-            unsafe = [slot for slot in unsafe if slot.node_id in (None, *nodes)]
-            # Request missing slots also during a start, because lost resources may never return.
-            may_request = request or len(reservation.slots) < num_before
-            num_needed = self._num_remote + len(unsafe) + len(self.preempted())
-            while may_request and len(reservation.slots) < num_needed:
-                may_request = reservation.request_slot(self.options.bundle) is not None
-            slots += [slot for slot in reservation.slots if slot not in unsafe]
-        return [slot for slot in slots if slot not in taken]
+            slots += reservation.slots
+        excluded = [*self._slots.values(), *self._find_unsafe_slots()]
+        return [slot for slot in slots if slot not in excluded]
+
+    def _find_unsafe_slots(self) -> list[Slot]:
+        """Return slots without a worker, on nodes that will be preempted."""
+        taken, nodes = list(self._slots.values()), self.notices.nodes
+        slots = [] if self._reservation is None else self._reservation.slots
+        left = [slot for slot in slots if slot.last_node_id in nodes and slot not in taken]
+        return [slot for slot in left if slot.node_id in (None, *nodes)]
+
+    def request_slots(self, only_if_lost: bool = False) -> None:
+        """Request missing slots, and spare ones for slots that may soon be lost.
+
+        Lost resources may never return. With `only_if_lost`, request slots only after such a loss.
+        """
+        if (reservation := self._reservation) is None:
+            return
+        num_before = len(reservation.slots)
+        reservation.drop_lost(list(self._slots.values()))
+        may_request = not only_if_lost or len(reservation.slots) < num_before
+        num_spare = len(self._find_unsafe_slots()) + len(self.preempted())
+        while may_request and len(reservation.slots) < self._num_remote + num_spare:
+            may_request = reservation.request_slot(self.options.bundle) is not None
 
     @property
     def _num_remote(self) -> int:

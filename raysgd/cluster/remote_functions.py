@@ -18,7 +18,8 @@ from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
 def start(group: ActorGroup, num_workers: int) -> None:
     """Append workers to a group, and wait until they run. On an error, add no worker."""
-    slots = group.find_vacant_slots(request=False)[:num_workers]
+    group.request_slots(only_if_lost=True)
+    slots = group.find_vacant_slots()[:num_workers]
     if missing := num_workers - len(slots):
         slots += group.reserve_more(missing)
     members = [group.start_worker(slot) for slot in slots]

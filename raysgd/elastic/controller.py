@@ -292,6 +292,7 @@ class Controller:
             if self._group.notices.is_ray_silent():
                 return False  # no worker could be started
             if num_preempted := len(self._group.preempted()):
+                self._group.request_slots()
                 num_staying = len(self.members) - num_preempted
                 num_vacant = sum(slot.is_ready for slot in self._group.find_vacant_slots())
                 if num_staying + num_vacant < self.record.num_required:

@@ -179,8 +179,10 @@ class WorkerStarter:
     def request_slots(self) -> bool:
         """Request the missing slots if the group may grow. Return whether one is free."""
         is_full = len(self.group.members) >= self.group.options.num_workers
-        may_grow = self.policy.may_grow and not is_full and self._has_cooled_down()
-        return may_grow and any(slot.is_ready for slot in self.group.find_vacant_slots())
+        if is_full or not (self.policy.may_grow and self._has_cooled_down()):
+            return False
+        self.group.request_slots()
+        return any(slot.is_ready for slot in self.group.find_vacant_slots())
 
     def _has_cooled_down(self) -> bool:
         return self.group.clock.monotonic() - self._resized_at >= self.config.resize_cooldown_s
@@ -221,7 +223,8 @@ class WorkerStarter:
 
     def _start_missing(self, starting: bool) -> list[PendingWorker]:
         taken = [worker.slot for worker in self._pending]
-        vacant = [s for s in self.group.find_vacant_slots(request=not starting) if s not in taken]
+        self.group.request_slots(only_if_lost=starting)
+        vacant = [slot for slot in self.group.find_vacant_slots() if slot not in taken]
         now, num_workers = self.group.clock.monotonic(), self.group.options.num_workers
         num_staying = num_workers - self._num_vacant_ranks()
         size = min(num_staying + len(taken) + len(vacant), num_workers)

@@ -66,7 +66,7 @@ class WorkerGroup:
         group = self._group
         try:
             group.reserve()
-            remote_functions.start(group, len(group.find_vacant_slots(request=False)))
+            remote_functions.start(group, len(group.find_vacant_slots()))
             group.members = group.sort_by_node(group.members)
         except BaseException:
             group.shutdown(force=True)

@@ -164,9 +164,10 @@ def test_workers_that_reserve_no_gpu_see_none(start, num_gpus):
 
 def test_missing_room_is_requested_once(start):
     group = start(num_workers=4, room=2)
-    vacant = group.find_vacant_slots()
-    assert [slot.scheduling_strategy for slot in vacant] == [2, 3]
-    assert group.find_vacant_slots() == vacant
+    assert group.find_vacant_slots() == []
+    for _ in range(2):
+        group.request_slots()
+        assert [slot.scheduling_strategy for slot in group.find_vacant_slots()] == [2, 3]
     assert len(group.reservation_of_test.slots) == 4
 
 
@@ -176,15 +177,19 @@ def test_start_requests_lost_room_again(start):
     for member in list(group.members):
         group.discard(member)
     lost = list(reservation.slots)
-    assert group.find_vacant_slots(request=False) == lost
+    group.request_slots(only_if_lost=True)
+    assert group.find_vacant_slots() == lost
     reservation.drop_lost = lambda taken: reservation.slots.clear()
-    vacant = group.find_vacant_slots(request=False)
+    group.request_slots(only_if_lost=True)
+    vacant = group.find_vacant_slots()
     assert len(vacant) == 3
     assert not set(vacant) & set(lost)
 
 
 def test_no_room_is_requested_in_a_reservation_of_the_caller(start):
-    assert start(num_workers=4, room=2, owned=False).find_vacant_slots() == []
+    group = start(num_workers=4, room=2, owned=False)
+    group.request_slots()
+    assert group.find_vacant_slots() == []
 
 
 def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
@@ -210,7 +215,8 @@ def test_room_on_a_draining_node_is_replaced(start):
     member = group.members[1]
     slot = group.slot_of(member)
     group.notices.drain(member.location.node_id, None)
-    vacant = group.find_vacant_slots()  # before the worker leaves
+    group.request_slots()  # before the worker leaves
+    vacant = group.find_vacant_slots()
     assert [slot.scheduling_strategy for slot in vacant] == [2]
     group.discard(member)
     assert slot not in group.find_vacant_slots()
@@ -222,6 +228,7 @@ def test_the_worker_in_the_drivers_process_needs_no_reservation():
     group._reserve = lambda *wanted: asked.append(wanted) or FakeReservation(1)
     group.reserve()
     assert asked == [(2, 1)]
+    group.request_slots()
     assert len(group.find_vacant_slots()) == 3  # the local one, one reserved, and one requested
 
 
@@ -236,6 +243,16 @@ def test_further_workers_take_the_room_of_those_that_were_removed(start):
     assert not reserved
     remote_functions.start(group, 1)
     assert (len(group.members), reserved) == (3, [1])
+
+
+def test_further_workers_start_in_new_room_if_the_earlier_is_lost(start):
+    group = start(num_workers=2, room=2)
+    group.discard(group.members[0])
+    slots = group.reservation_of_test.slots
+    group.reservation_of_test.drop_lost = lambda taken: slots.pop(0)
+    group._reserve = None
+    remote_functions.start(group, 1)
+    assert group.slot_of(group.members[1]) is slots[-1]
 
 
 def test_further_workers_that_do_not_start_are_killed(start, monkeypatch):
@@ -290,6 +307,7 @@ def test_a_worker_whose_exit_handlers_hang_is_killed(start, answer):
 def test_shutdown_ends_replacements_and_releases_room(start, force):
     group = start(num_workers=3, room=2)
     members = list(group.members)
+    group.request_slots()
     replacement = group.start_worker(group.find_vacant_slots()[0])
     group.shutdown(force)
     assert [m.killed for m in [*members, replacement]] == [1, 1, 1]
