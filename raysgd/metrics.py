@@ -385,8 +385,7 @@ def _check_size(name: str, value: Any) -> None:
         )
 
 
-def _merge_two(name: str, left: MergeableMetric, right: MergeableMetric) -> MergeableMetric:
-    pair = left, right
+def _merge_two(name: str, *pair: MergeableMetric) -> MergeableMetric:
     names = [sorted(each._sums) if isinstance(each, Sums) else [] for each in pair]
     if names[0] != names[1]:
         kinds = [f"{type(m).__name__}({', '.join(names[i])})" for i, m in enumerate(pair)]
@@ -394,7 +393,7 @@ def _merge_two(name: str, left: MergeableMetric, right: MergeableMetric) -> Merg
             f"The metric {name!r} is {kinds[0]} in some batches, and {kinds[1]} in others. A plain "
             "number is Sums(total, weight). Return the same kind in all batches."
         )
-    return left.merge(right)
+    return pair[0].merge(pair[1])
 
 
 def _sums_of(value: Any, weight: float) -> Sums:
