@@ -17,14 +17,14 @@ Trainer = Any
 
 
 class LastCall(NamedTuple):
-    """The newest call of ``train()`` or ``validate()`` that returned."""
+    """A call of ``train()`` or ``validate()`` that returned, or the steps before a log."""
 
     kind: str
     """``train`` or ``validate``; in `Callback.on_log` it is ``step``."""
     time: float
-    """When the call ended, in seconds since the Unix epoch."""
+    """When the call or the steps ended, in seconds since the Unix epoch."""
     seconds: float
-    """Duration of the call in seconds, without the time in callbacks."""
+    """Duration in seconds, without the time in callbacks."""
     speed: Mapping[str, Sequence[float]] = {}
     """Mean seconds per step by rank for each phase (``data_s``, ...), and ``samples_per_s``."""
     epoch_samples: int = 0
