@@ -14,7 +14,7 @@ from raysgd._internal.runner import Request
 from raysgd.callbacks.base import LastCall
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.driver.results import CallResult, Results
-from raysgd.elastic.call import Call, LogPointCollector
+from raysgd.elastic.call import Call, CallHistory, LogPointCollector
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import CallbackPause, LeavingMetricsRequest, TrainRequest, ValidateRequest
 
@@ -89,17 +89,18 @@ class Dispatcher:
         with self.callback_list.within_call():
             request = TrainRequest(call_number=next(self.call_numbers), **arguments)
             number = request.call_number
+            log_points = LogPointCollector(number, acknowledged_step=-1)
+            if results.fit_arguments.log_every:
+                log_points.on_log = results.report_points
             call = Call(
                 request=request,
                 make_request=partial(self._make_train_request, request, num_steps),
                 max_retries=max_retries,
                 has_batches=True,
                 can_pause=True,
-                log_points=LogPointCollector(number, acknowledged_step=-1),
                 leaving_metrics_request=LeavingMetricsRequest(call_number=number),
+                history=CallHistory(log_points=log_points),
             )
-            if results.fit_arguments.log_every:
-                call.log_points.on_log = results.report_points
             try:
                 while is_paused:
                     on_progress = self.callback_list.notifier("train")

@@ -70,11 +70,13 @@ class CallHistory:
     """Where and why workers were lost. `GroupRecord.add_event` adds them."""
     leaving_outcomes: list[Any] = field(default_factory=list)
     """Outcomes of the `leaving_metrics_request` of workers that have left."""
+    log_points: LogPointCollector = field(default_factory=LogPointCollector)
+    """Collects what the workers measure while the call runs. By default, they release it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """What the caller wants from the runners.
+    """What the caller wants from the runners. Only its `history` changes while it runs.
 
     The controller repeats it after each loss of workers, so the request must state its goal in
     absolute terms. The workers treat all attempts of `Controller.run` as one call.
@@ -95,15 +97,14 @@ class Call:
     """Whether workers finish batches. A worker that finishes none is then stuck."""
     can_pause: bool = False
     """Whether the call can pause at a step, so that replacement workers can join."""
-    on_progress: Callable[[Sequence[BarStatus]], None] | None = None
-    """Receives the progress of all workers while the call runs."""
-    log_points: LogPointCollector = field(default_factory=LogPointCollector)
-    """Collects what the workers measure while the call runs. By default, they release it."""
     make_request: Callable[[ReportedPosition, bool], Request] | None = None
     """Returns the request with its goal, for the first attempt and after a save. The arguments are
     the position, and whether callbacks save as soon as possible."""
     make_replay: Callable[[ReportedPosition], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
+    # What observes the call
+    on_progress: Callable[[Sequence[BarStatus]], None] | None = None
+    """Receives the progress of all workers while the call runs."""
     leaving_metrics_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     history: CallHistory = field(default_factory=CallHistory)

@@ -159,12 +159,12 @@ class GroupFormer:
 
     def collect_metrics(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
-        call = self.record.call
+        call, history = self.record.call, self.record.call.history
         if call.leaving_metrics_request is None or not members:
             return
         outcomes = self.rpc.send_to_idle(members, call.leaving_metrics_request, ANSWER_S)
-        call.history.leaving_outcomes += [e for e in outcomes.values() if e.unpack() is not None]
-        call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
+        history.leaving_outcomes += [e for e in outcomes.values() if e.unpack() is not None]
+        history.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts
 

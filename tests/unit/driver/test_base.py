@@ -42,7 +42,7 @@ def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer, m
             return global_step + 1
 
         def on_pause(self, trainer):  # as if a second worker had left after step 1
-            points = calls[-1].log_points
+            points = calls[-1].history.log_points
             measured = Measurements(log_points=[part(points.call_number, 1, 4, False)])
             points.add({"worker": Progress(measured=measured)}, ())
 
