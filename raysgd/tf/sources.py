@@ -229,6 +229,9 @@ class DatasetSource(PartitionedSource):
     def _iterate(self, order: int, epoch: int) -> _Iteration:
         while self._num_begun < order:
             self._num_begun += 1
+            if self._iteration is not None and self._iteration.has_failed:
+                mark = self._iteration.mark_at(self._iteration.first_offset)
+                self._saved = {**self._saved, "mark": max(self._saved.get("mark", []), mark)}
             self._iteration = _Iteration(self.loader, epoch)
         iteration: _Iteration = self._iteration
         return iteration
@@ -314,36 +317,37 @@ class _Iteration:
     """An iteration over a data set that can repeat the last batches."""
 
     def __init__(self, loader: Any, epoch: int) -> None:
-        self._epoch: int | None = epoch
+        self._epoch = epoch
+        self.has_failed = False
         self._batches = iter(loader)
         self._repeatable: list[Any] = []  # the batches that can be repeated
-        self._first_offset = 0  # of the first such batch
+        self.first_offset = 0  # of the first such batch
         self._digests = [0]  # of the samples before each such batch, and of all samples
         self.digest = 0  # of the samples up to the newest step
         self._targets: set[Any] = set()  # their values so far, until they differ
         self._num_targets = 0
 
     def can_continue(self, epoch: int, offset: int) -> bool:
-        return self._epoch == epoch and self._first_offset <= offset
+        return self._epoch == epoch and self.first_offset <= offset and not self.has_failed
 
     def read(self, offset: int, size: int) -> list[Any]:
         """Return up to `size` batches from `offset`, and discard all earlier batches."""
-        epoch, self._epoch = self._epoch, None  # if this fails, the position is unknown
+        self.has_failed = True  # unless this returns
         while True:
-            while self._repeatable and self._first_offset < offset:
+            while self._repeatable and self.first_offset < offset:
                 del self._repeatable[0], self._digests[0]
-                self._first_offset += 1
+                self.first_offset += 1
             if len(self._repeatable) >= size or (batch := next(self._batches, None)) is None:
                 break
             self._digests.append(self._digest_with(batch))
             self._repeatable.append(batch)
-        self._epoch, drawn = epoch, self._repeatable[:size]
+        self.has_failed, drawn = False, self._repeatable[:size]
         self.digest = self._digests[len(drawn)]
         return drawn
 
     def mark_at(self, offset: int) -> list[Any]:
         """Return the epoch, an offset, and the digest of the samples before it, if it is known."""
-        return [self._epoch, offset, *self._digests[offset - self._first_offset :][:1]]
+        return [self._epoch, offset, *self._digests[offset - self.first_offset :][:1]]
 
     def _digest_with(self, batch: Any) -> int:
         """Add elements of a batch to the digest: of its targets, because features can be noisy.

@@ -102,6 +102,30 @@ def test_results_for_parts_of_uneven_batches_keep_their_order():
     assert [x for _, _, x in sorted(found)] == [*range(9)]
 
 
+@pytest.mark.parametrize("second", [range(10), range(9, -1, -1)])
+def test_other_samples_after_a_reading_error_are_refused(second):
+    orders = iter([range(10), second])
+
+    def generate():
+        order = next(orders)
+        for x in order:
+            if x == 6 and order is not second:
+                raise OSError("unreadable")
+            yield x
+
+    data = tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec((), tf.int64))
+    source = DatasetSource(data.batch(1), rank=0, world_size=1, training=True)
+    seen = []
+    with pytest.raises(tf.errors.OpError, match="unreadable"):
+        seen.extend(int(each.content[0]) for each in source.read(0, 0))
+    rest = source.read(0, len(seen))
+    if second[0]:
+        with pytest.raises(RuntimeError, match="now gives other samples"):
+            list(rest)
+    else:
+        assert seen + [int(each.content[0]) for each in rest] == [*range(10)]
+
+
 def begun(group, epoch, offset):
     """Return the batches of each rank from `offset`, after all ranks have agreed on an order."""
     sent, met = [], threading.Barrier(len(group), timeout=30)
