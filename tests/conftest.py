@@ -316,6 +316,12 @@ def module_cluster(cluster):
         yield cluster
 
 
+@pytest.fixture
+def fresh(module_workers):
+    """The workers that the tests of a module share, in their initial state."""
+    return module_workers.fresh()
+
+
 FIRST = (
     "test_tune.py",
     "test_tensorflow.py",

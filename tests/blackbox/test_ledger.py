@@ -20,7 +20,7 @@ NUM_WORKERS = 3
 
 
 @pytest.fixture(scope="module")
-def three_workers(module_cluster, tmp_path_factory):
+def module_workers(module_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("set-up")
     settings = {BATCH_SIZE: 12, "loader_workers": 2, "folder": str(folder)}
     elastic = ElasticConfig(resize_cooldown_s=0.0)
@@ -28,24 +28,19 @@ def three_workers(module_cluster, tmp_path_factory):
         yield Shared(trainer, folder)
 
 
-@pytest.fixture
-def three(three_workers):
-    return three_workers.fresh()
-
-
-def test_an_epoch_trains_each_sample_once(three):
-    first = three.trainer.train(num_steps=3)
-    metrics = three.trainer.train()
+def test_an_epoch_trains_each_sample_once(fresh):
+    first = fresh.trainer.train(num_steps=3)
+    metrics = fresh.trainer.train()
     assert first["num_samples"] + metrics["num_samples"] == NUM_SAMPLES
-    assert torch.equal(ledger_of(three.trainer), torch.ones(NUM_SAMPLES))
-    assert three.kinds == []
+    assert torch.equal(ledger_of(fresh.trainer), torch.ones(NUM_SAMPLES))
+    assert fresh.kinds == []
 
 
-def test_a_run_resumes_in_mid_epoch_with_another_number_of_workers(three, tmp_path):
+def test_a_run_resumes_in_mid_epoch_with_another_number_of_workers(fresh, tmp_path):
     config = {"num_samples": NUM_SAMPLES, "batch_size": 7, "loader_workers": 2, "until_size": 1}
-    three.trainer.train(num_steps=50)
-    many = three.trainer.save(tmp_path / "many.pt")
-    three.trainer.train(num_steps=2)  # steps after the save do not count
+    fresh.trainer.train(num_steps=50)
+    many = fresh.trainer.save(tmp_path / "many.pt")
+    fresh.trainer.train(num_steps=2)  # steps after the save do not count
     with TorchTrainer(training_operator_cls=SlowLedger, config=config, use_local=True) as one:
         one.train(num_steps=11)
         few = one.save(tmp_path / "few.pt")
@@ -53,10 +48,10 @@ def test_a_run_resumes_in_mid_epoch_with_another_number_of_workers(three, tmp_pa
         assert (one.epoch, one.global_step) == (1, 50)
         assert one.train()["num_samples"] == NUM_SAMPLES - 50 * 12
         assert torch.equal(ledger_of(one), torch.ones(NUM_SAMPLES))
-    three.trainer.load(few)
-    assert int(ledger_of(three.trainer).sum()) == 11 * 7
-    metrics = three.trainer.train()
-    check_ledger(three.trainer, {**metrics, "num_samples": metrics["num_samples"] + 11 * 7})
+    fresh.trainer.load(few)
+    assert int(ledger_of(fresh.trainer).sum()) == 11 * 7
+    metrics = fresh.trainer.train()
+    check_ledger(fresh.trainer, {**metrics, "num_samples": metrics["num_samples"] + 11 * 7})
 
 
 class Shuffling:
@@ -108,12 +103,12 @@ def test_a_custom_sampler_gives_all_workers_one_order_or_is_rejected(module_clus
 
 
 @pytest.mark.slow("two workers start, one after the other")
-def test_lost_workers_are_replaced_also_where_the_first_is_lost_as_a_replacement_joins(three):
-    trainer = three.trainer
+def test_lost_workers_are_replaced_also_where_the_first_is_lost_as_a_replacement_joins(fresh):
+    trainer = fresh.trainer
     pids = pids_of(trainer)
 
     def kill():
-        wait_until(lambda: any(three.folder.iterdir()), timeout_s=60)
+        wait_until(lambda: any(fresh.folder.iterdir()), timeout_s=60)
         chaos.kill(trainer, 0)
 
     with ThreadPoolExecutor(1) as pool, Chaos(trainer, [Fault(rank=2, step=5)]) as injected:
@@ -122,8 +117,8 @@ def test_lost_workers_are_replaced_also_where_the_first_is_lost_as_a_replacement
         killing.result()
     (hit,) = injected.injected
     # the processes of a DataLoader must not hide the death, which they could for twice as long
-    assert three.events[0].time - hit.time < SOON_S
-    assert three.kinds.count("lost") == 2
+    assert fresh.events[0].time - hit.time < SOON_S
+    assert fresh.kinds.count("lost") == 2
     assert {*pids_of(trainer)} & {*pids} == {pids[1]}
     assert trainer.num_workers == NUM_WORKERS
     assert trainer.config[BATCH_SIZE] == 12

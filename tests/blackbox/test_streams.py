@@ -74,17 +74,12 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_workers(module_cluster, data):
+def module_workers(module_cluster, data):
     elastic = ElasticConfig(resize_cooldown_s=0.0)
     kind = "grouped" if importlib.util.find_spec("webdataset") is None else "web"
     settings = {"kind": kind, "data": data, "loader_workers": 1}
     with ledger_trainer(2, NUM_SAMPLES, elastic, FromStream, **settings) as trainer:
         yield Shared(trainer)
-
-
-@pytest.fixture
-def two(two_workers):
-    return two_workers.fresh()
 
 
 def one_worker(**config):
@@ -93,12 +88,12 @@ def one_worker(**config):
 
 
 @pytest.mark.slow("workers and their loader processes start several times")
-def test_each_sample_is_read_once_despite_losses_and_on_another_number_of_workers(two, tmp_path):
-    trainer = two.trainer
+def test_each_sample_is_read_once_despite_losses_and_on_another_number_of_workers(fresh, tmp_path):
+    trainer = fresh.trainer
     assert "every worker reads all samples" in trainer.describe_data()["train"]
     with Chaos(trainer, [Fault(rank=0, step=5)]):
         metrics = trainer.train()
-    assert two.kinds.count("lost") == 1
+    assert fresh.kinds.count("lost") == 1
     assert trainer.num_workers == 2
     check_ledger(trainer, metrics)
     before = ledger_of(trainer).clone()
@@ -111,12 +106,12 @@ def test_each_sample_is_read_once_despite_losses_and_on_another_number_of_worker
         assert torch.equal(ledger_of(one), before + 1)
 
 
-def test_evaluation_of_a_stream_counts_each_sample_once(two):
+def test_evaluation_of_a_stream_counts_each_sample_once(fresh):
     def loader(config):
         return DataLoader(Streamed(range(37)), batch_size=5)
 
-    assert two.trainer.test(loader)["num_samples"] == 37
-    assert two.trainer.predict(loader).tolist() == list(range(37))
+    assert fresh.trainer.test(loader)["num_samples"] == 37
+    assert fresh.trainer.predict(loader).tolist() == list(range(37))
 
 
 class Unseeded(Streamed):
@@ -124,11 +119,11 @@ class Unseeded(Streamed):
         return iter(np.random.default_rng().permutation(self.samples).tolist())
 
 
-def test_evaluation_of_a_stream_that_gives_workers_other_samples_is_an_error(two):
+def test_evaluation_of_a_stream_that_gives_workers_other_samples_is_an_error(fresh):
     def loader(config):
         return DataLoader(Unseeded(range(100)), batch_size=5)
 
-    for evaluate in (two.trainer.test, two.trainer.predict):
+    for evaluate in (fresh.trainer.test, fresh.trainer.predict):
         with pytest.raises(RuntimeError, match="read different samples from a stream, Unseeded"):
             evaluate(loader)
 

@@ -17,17 +17,12 @@ from tests.unit.callbacks.spy import Spy
 
 
 @pytest.fixture(scope="module")
-def two_workers(module_cluster, tmp_path_factory):
+def module_workers(module_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("orders")
     config = {"batch_size": 16, "lr": 0.25}
     logdir = tmp_path_factory.mktemp("run")
     with faulty_trainer(folder, 2, config=config, logdir=logdir) as trainer:
         yield Shared(trainer, folder)
-
-
-@pytest.fixture
-def two(two_workers):
-    return two_workers.fresh()
 
 
 def lines(path):
@@ -42,9 +37,9 @@ def steps_saved(folder):
     return sorted(int(path.name[-13:-5]) for path in folder.glob("*.ckpt"))
 
 
-def test_a_loss_in_a_pause_costs_no_sample_and_its_events_reach_callbacks(two, tmp_path):
+def test_a_loss_in_a_pause_costs_no_sample_and_its_events_reach_callbacks(fresh, tmp_path):
     """Each event arrives once, in order, and with the number of remaining workers."""
-    trainer, pids, began = two.trainer, pids_of(two.trainer), time.time()
+    trainer, pids, began = fresh.trainer, pids_of(fresh.trainer), time.time()
     log, before = trainer.logdir / "events.jsonl", trainer.last_call
 
     class Killing(Spy):
@@ -61,29 +56,29 @@ def test_a_loss_in_a_pause_costs_no_sample_and_its_events_reach_callbacks(two, t
 
     spy = Killing(pause_every=10)
     saving = CheckpointCallback(tmp_path / "checkpoints", every=5, keep=None)
-    (two.folder / "until_size").write_text("2")
+    (fresh.folder / "until_size").write_text("2")
     trainer.fit(1, None, callbacks=[spy, saving])
     check_epoch(trainer)
-    assert two.kinds == told(spy) == ["lost", "resumed", "grown"]
-    assert two.events[0].step == 10
+    assert fresh.kinds == told(spy) == ["lost", "resumed", "grown"]
+    assert fresh.events[0].step == 10
     end = trainer.global_step
     assert steps_saved(tmp_path / "checkpoints") == sorted({*range(5, end, 5), end})
     assert spy.hooks[-2:] == ["on_epoch_end", "on_train_end"]
     assert [line["kind"] for line in lines(log)] == [event.kind for event in trainer.events]
     written = lines(log)[-3:]
     assert [line["num_workers"] for line in written] == [1, 1, 2]
-    assert [line["step"] for line in written] == [event.step for event in two.events]
+    assert [line["step"] for line in written] == [event.step for event in fresh.events]
     assert str(pids[1]) in written[0]["cause"]
     assert began < written[0]["time"] <= written[1]["time"] < written[2]["time"] < time.time()
     run, *_, trained = lines(trainer.logdir / "metrics.jsonl")
     assert (run["num_workers"], trained["num_workers"], trained["kind"]) == (2, 2, "train")
 
 
-def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(two):
-    trainer = two.trainer
+def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(fresh):
+    trainer = fresh.trainer
 
     def fit(*callbacks, **arguments):
-        trainer.load_state_dict(two.start)
+        trainer.load_state_dict(fresh.start)
         history = trainer.fit(2, callbacks=[*callbacks, LearningRateLogger()], **arguments)
         prints = fingerprints(trainer)
         assert len(set(prints)) == 1
@@ -114,7 +109,7 @@ def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(two):
     assert resumed[0][-1] == history[-1]
 
 
-def test_a_bad_loss_on_one_worker_ends_the_step_on_all(two, tmp_path):
+def test_a_bad_loss_on_one_worker_ends_the_step_on_all(fresh, tmp_path):
     def spoil(operator):
         def train_batch(batch, batch_info):
             metrics = type(operator).train_batch(operator, batch, batch_info)
@@ -123,16 +118,16 @@ def test_a_bad_loss_on_one_worker_ends_the_step_on_all(two, tmp_path):
 
         operator.train_batch = train_batch
 
-    two.trainer.apply_all_operators(spoil)
-    history = two.trainer.fit(2, callbacks=[TerminateOnNaN()])
-    two.trainer.apply_all_operators(lambda operator: delattr(operator, "train_batch"))
+    fresh.trainer.apply_all_operators(spoil)
+    history = fresh.trainer.fit(2, callbacks=[TerminateOnNaN()])
+    fresh.trainer.apply_all_operators(lambda operator: delattr(operator, "train_batch"))
     assert history.stop_reason == "other_loss is nan in epoch 1, step 6."
-    assert len(set(fingerprints(two.trainer))) == 1
+    assert len(set(fingerprints(fresh.trainer))) == 1
 
 
 @pytest.mark.ends_shared
-def test_a_fit_is_ended_by_a_shutdown_in_a_callback(two):
-    trainer, folder = two.trainer, two.folder
+def test_a_fit_is_ended_by_a_shutdown_in_a_callback(fresh):
+    trainer, folder = fresh.trainer, fresh.folder
     order(folder, "train", 1, 3, "wait")
 
     def by_callback(fit, shut_down, is_time):

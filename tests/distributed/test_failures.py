@@ -27,27 +27,22 @@ ROW_SIZE = 25_000_000 if IN_SOAK else 300_000
 
 
 @pytest.fixture(scope="module")
-def three_workers(module_cluster, tmp_path_factory):
+def module_workers(module_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("orders")
     with faulty_trainer(folder, 3) as trainer:
         yield Shared(trainer, folder)
 
 
-@pytest.fixture
-def three(three_workers):
-    return three_workers.fresh()
-
-
-def test_user_exceptions_reach_the_caller_and_change_no_result(three, monkeypatch):
+def test_user_exceptions_reach_the_caller_and_change_no_result(fresh, monkeypatch):
     monkeypatch.setattr(group_rpc, "_NODE_LOSS_S", 2 * SOON_S)
-    trainer = three.trainer
+    trainer = fresh.trainer
     trainer.train()
     check_epoch(trainer)
     expected = fingerprints(trainer)
-    trainer.load_state_dict(three.start)
+    trainer.load_state_dict(fresh.start)
     pids = pids_of(trainer)
     for rank, step in enumerate((2, 5, 6)):
-        order(three.folder, "train", rank, step, "raise")
+        order(fresh.folder, "train", rank, step, "raise")
         started = time.monotonic()
         with pytest.raises(KeyError, match="a mistake of the user") as caught:
             trainer.train()
@@ -60,17 +55,17 @@ def test_user_exceptions_reach_the_caller_and_change_no_result(three, monkeypatc
         assert trainer.global_step == step
     trainer.train()
     assert fingerprints(trainer) == expected
-    assert three.kinds.count("user_error") == 3
+    assert fresh.kinds.count("user_error") == 3
 
 
-def test_a_straggler_does_not_keep_the_exception_from_the_caller(three):
-    order(three.folder, "train", 0, 3, "wait")
-    order(three.folder, "train", 2, 3, "raise")
+def test_a_straggler_does_not_keep_the_exception_from_the_caller(fresh):
+    order(fresh.folder, "train", 0, 3, "wait")
+    order(fresh.folder, "train", 2, 3, "raise")
     with pytest.raises(KeyError):
-        three.trainer.train()
-    (three.folder / "go").touch()
-    three.trainer.train()
-    check_epoch(three.trainer)
+        fresh.trainer.train()
+    (fresh.folder / "go").touch()
+    fresh.trainer.train()
+    check_epoch(fresh.trainer)
 
 
 def interrupt_validation(trainer, folder, num_workers):
@@ -98,30 +93,30 @@ def interrupt_training(trainer, folder, num_workers):
     check_epoch(trainer)
 
 
-def test_ctrl_c_leaves_a_usable_trainer(three):
-    pids = pids_of(three.trainer)
-    interrupt_validation(three.trainer, three.folder, 3)
-    interrupt_training(three.trainer, three.folder, 3)
-    assert pids_of(three.trainer) == pids
+def test_ctrl_c_leaves_a_usable_trainer(fresh):
+    pids = pids_of(fresh.trainer)
+    interrupt_validation(fresh.trainer, fresh.folder, 3)
+    interrupt_training(fresh.trainer, fresh.folder, 3)
+    assert pids_of(fresh.trainer) == pids
 
 
-def test_the_first_worker_is_killed_and_no_step_is_lost(three):
-    trainer = three.trainer
+def test_the_first_worker_is_killed_and_no_step_is_lost(fresh):
+    trainer = fresh.trainer
     pids = pids_of(trainer)
-    order(three.folder, "train", 0, 3, "die")
+    order(fresh.folder, "train", 0, 3, "die")
     trainer.train()
     assert set(pids[1:]) <= set(pids_of(trainer))  # survivors keep their processes
     check_epoch(trainer)
-    lost = [event for event in three.events if event.kind == "lost"]
+    lost = [event for event in fresh.events if event.kind == "lost"]
     assert [event.ranks for event in lost] == [(0,)]
     assert trainer.validate()["num_samples"] == NUM_SAMPLES
 
 
 @pytest.mark.ends_shared
-def test_training_is_ended_by_a_shutdown_in_a_signal_handler(three):
-    order(three.folder, "train", 1, 3, "wait")
-    is_waiting = (three.folder / "waiting").exists
-    check_that_shutdown_ends(three.trainer.train, three.trainer, by_signal, is_waiting, 3)
+def test_training_is_ended_by_a_shutdown_in_a_signal_handler(fresh):
+    order(fresh.folder, "train", 1, 3, "wait")
+    is_waiting = (fresh.folder / "waiting").exists
+    check_that_shutdown_ends(fresh.trainer.train, fresh.trainer, by_signal, is_waiting, 3)
 
 
 def test_a_single_worker_survives_ctrl_c_but_no_loss_without_a_snapshot(module_cluster, tmp_path):
