@@ -109,7 +109,7 @@ def test_bfloat16_is_refused_by_name():
 
 RANK = """
 import os, pickle, sys
-import horovod.torch as hvd, torch
+import horovod.torch as hvd, pytest, torch
 from raysgd._internal.runner import WorkerContext
 from raysgd.backends import create_backend
 
@@ -125,12 +125,9 @@ handle = hvd.allreduce_async(torch.ones(1), name=f"of {rank}")
 print("joined", flush=True)
 sys.stdin.readline()  # the driver has stopped the rendezvous
 backend.interrupt()
-try:
+with pytest.raises(Exception) as caught:
     hvd.synchronize(handle)
-except Exception as error:
-    assert backend.is_communication_error(error), repr(error)
-else:
-    raise AssertionError("not interrupted")
+assert backend.is_communication_error(caught.value), repr(caught.value)
 for error in (RuntimeError("shapes do not match"), KeyError("gloo")):
     assert not backend.is_communication_error(error)
 assert backend.is_communication_error(RuntimeError("Horovod has been shut down"))

@@ -210,7 +210,7 @@ def test_communication_errors_are_distinguished_from_others(backend):
 
 
 STALE = """
-import torch
+import pytest, torch
 from raysgd.backends import create_backend
 
 backend = create_backend("gloo", 30)
@@ -223,12 +223,9 @@ join("again")
 if rank == 0:  # it fails as rank 1 has ended
     uses.append(lambda: dist.all_reduce(torch.ones(1), group=group))
 for use in uses:
-    try:
+    with pytest.raises(Exception) as caught:
         use()
-    except Exception as error:
-        assert "on_world_change" in backend.advice(error), repr(error)
-    else:
-        raise AssertionError(use)
+    assert "on_world_change" in backend.advice(caught.value), repr(caught.value)
 assert not backend.advice(ValueError("shapes do not match"))
 print("good")
 """

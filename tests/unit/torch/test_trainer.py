@@ -65,9 +65,8 @@ class LastOfOne(Classifier):
 
 def test_error_in_a_step_of_one_sample_names_drop_last(make_trainer, tmp_path):
     failing = make_trainer(LastOfOne, {"drop_last": False})
-    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+    with pytest.raises(ValueError, match=r"more than 1 value per channel(.|\n)*drop_last=True"):
         failing.train()
-    assert any("drop_last=True" in note for note in caught.value.__notes__)
     failing.save(tmp_path / "before the step")
     trainer = make_trainer(LastOfOne, {"drop_last": True})
     trainer.load(tmp_path / "before the step")
