@@ -43,16 +43,12 @@ class Line(Dataset):
         return self.x[index], self.y[index]
 
 
-def make_line_model():
-    torch.manual_seed(1)
-    return nn.Linear(1, 1)
-
-
 class ModelOperator(TrainingOperator):
     """The base of operators below. It has no data."""
 
     def setup(self, config):
-        model = make_line_model()
+        torch.manual_seed(1)
+        model = nn.Linear(1, 1)
         self.model, self.optimizer, self.criterion = self.register(
             models=model,
             optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -238,17 +234,6 @@ def test_an_older_train_epoch_may_name_its_parameters_as_it_likes(signature):
     assert stats["num_samples"] == NUM_TRAIN
 
 
-class HalvesItsRate(TrainingOperator):
-    def setup(self, config):
-        model = make_line_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
-            models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
-        )
-        self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=80))
-
-
 @pytest.mark.parametrize(
     "name", ["data.dataset.Dataset", "tf.tf_trainer.TFTrainer", "tf.tf_trainer.TFTrainable"]
 )
@@ -261,7 +246,14 @@ def test_names_are_found_where_scripts_import_them_from(name):
 
 @pytest.mark.parametrize(("frequency", "rate"), [("batch", 0.5**2), ("epoch", 0.5), ("manual", 1)])
 def test_info_tells_a_loop_how_often_to_step_its_scheduler(frequency, rate):
-    class Operator(HalvesItsRate):
+    class Operator(HabitOperator):
+        def register(self, *, optimizers, **given):
+            halving = torch.optim.lr_scheduler.ExponentialLR(optimizers, 0.5)
+            *others, self.scheduler = super().register(
+                optimizers=optimizers, schedulers=halving, **given
+            )
+            return others
+
         def train_epoch(self, iterator, info):
             meters = AverageMeterCollection()
             for batch_idx, batch in enumerate(iterator):
@@ -279,7 +271,7 @@ def test_info_tells_a_loop_how_often_to_step_its_scheduler(frequency, rate):
         training_operator_cls=Operator, use_local=True, scheduler_step_freq=frequency
     )
     given = trainer.train(info={"lesson": 3}, num_steps=2)["info"]
-    assert trainer.get_local_operator().optimizer.param_groups[0]["lr"] == rate
+    assert trainer.get_local_operator().optimizer.param_groups[0]["lr"] == 0.1 * rate
     keys = ("lesson", constants.NUM_STEPS, constants.USE_FP16, constants.SCHEDULER_STEP)
     assert [given[key] for key in keys] == [3, 2, False, frequency]
 
