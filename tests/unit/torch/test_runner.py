@@ -371,16 +371,6 @@ def test_old_states_without_data_and_steps_load():
     other.load_state_dict(old)
 
 
-def test_random_states_of_another_number_of_workers_are_ignored():
-    runner = make_runner()
-    state = runner.state_dict()
-    state["data"]["rng"] = [runner._train_state.generators.state()] * 2
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    runner.load_state_dict(state)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # ---- generations
 
 
