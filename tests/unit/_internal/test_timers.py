@@ -66,7 +66,7 @@ def test_statistics_cover_the_window_and_totals_everything(durations, window):
     assert timer.total_s == pytest.approx(sum(durations))
 
 
-def test_throughput_is_units_over_time():
+def test_throughput_is_units_over_time_until_a_reset_discards_everything():
     timer = TimerStat()
     for units in (10, 30):
         timer.push(0.5)
@@ -74,6 +74,9 @@ def test_throughput_is_units_over_time():
     assert timer.has_units_processed()
     assert timer.mean_units_processed == 20
     assert timer.mean_throughput == 40
+    timer.reset()
+    assert (timer.count, timer.total_s, timer.size) == (0, 0.0, 0)
+    assert not timer.has_units_processed()
 
 
 def test_nested_use_of_one_timer_is_an_error():
@@ -95,12 +98,3 @@ def test_a_block_that_raises_is_timed(clock):
     with timer:
         clock[0] += 3
     assert (timer.count, timer.mean) == (2, 2.0)
-
-
-def test_reset_discards_everything():
-    timer = TimerStat()
-    timer.push(1)
-    timer.push_units_processed(1)
-    timer.reset()
-    assert (timer.count, timer.total_s, timer.size) == (0, 0.0, 0)
-    assert not timer.has_units_processed()

@@ -23,10 +23,10 @@ async def echo(connection):
 
 
 @pytest.fixture(scope="module")
-def shared():
-    """A listener, and the address of an echo service."""
+def address():
+    """The address of an echo service."""
     listener = Listener(HOST, "test")
-    yield listener, listener.expect(echo)
+    yield listener.expect(echo)
     listener.close()
 
 
@@ -50,8 +50,8 @@ def closed_at_once(connection):
 
 
 @given(contents=st.lists(st.binary(max_size=100) | st.integers(0, 2**21).map(bytes), max_size=5))
-def test_messages_come_whole_and_in_order(shared, contents):
-    with connect(shared[1], WAIT_S) as connection, connection.makefile("rb") as stream:
+def test_messages_come_whole_and_in_order(address, contents):
+    with connect(address, WAIT_S) as connection, connection.makefile("rb") as stream:
         for content in contents:
             connection.sendall(add_length(content))
             assert read(stream) == content
@@ -71,8 +71,7 @@ def hello_of(address):
     return b"sgd2" + module._name(address.key) + bytes(32)
 
 
-def test_wrong_key_is_refused(shared):
-    _, address = shared
+def test_wrong_key_is_refused(address):
     with pytest.raises(ConnectionError, match="listener has closed"):
         connect(address._replace(key="guess"), WAIT_S)
     with socket.create_connection(address[:2], WAIT_S) as liar:
@@ -82,9 +81,8 @@ def test_wrong_key_is_refused(shared):
         assert closed_at_once(liar)
 
 
-def test_replayed_proof_is_refused(shared):
+def test_replayed_proof_is_refused(address):
     """Neither end accepts recorded messages of an earlier handshake."""
-    _, address = shared
     with socket.create_server((HOST, 0)) as between:
         said = {}
 
@@ -121,8 +119,7 @@ def test_replayed_proof_is_refused(shared):
 
 @examples(60)
 @given(said=st.binary(max_size=200), ends=st.booleans(), known=st.booleans())
-def test_strangers_do_not_disturb_other_connections(shared, said, ends, known):
-    _, address = shared
+def test_strangers_do_not_disturb_other_connections(address, said, ends, known):
     with socket.create_connection(address[:2], WAIT_S) as stranger:
         stranger.sendall((hello_of(address) if known else b"") + said)
         if ends:
@@ -190,9 +187,9 @@ def test_strangers_make_way_if_no_descriptor_is_left():
             assert echoed(connection, b"?") == b"?"
 
 
-def test_a_client_of_another_protocol_is_sent_away_at_once(shared):
+def test_a_client_of_another_protocol_is_sent_away_at_once(address):
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\0\0"):
-        with socket.create_connection(shared[1][:2], WAIT_S) as stranger:
+        with socket.create_connection(address[:2], WAIT_S) as stranger:
             stranger.sendall(said)
             assert closed_at_once(stranger)
 

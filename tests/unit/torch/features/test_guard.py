@@ -496,6 +496,9 @@ def test_added_parameters_are_an_error_before_they_are_trained(workers, change, 
         assert result["step"] == 4
 
 
+UNSYNCED = {"ddp_args": {"broadcast_buffers": False}}
+
+
 def compiled(model):
     return torch.compile(model, backend="eager")
 
@@ -507,7 +510,7 @@ def compiled(model):
         Case(step=noisy),
         Case(step=overflows, settings=FLOAT16),
         Case(model=Caching),
-        Case(model=Caching, register={"ddp_args": {"broadcast_buffers": False}}),
+        Case(model=Caching, register=UNSYNCED),
         Case(model=Monitored),
         Case(model=Bounded),
         Case(model=Normalized),
@@ -522,19 +525,13 @@ def compiled(model):
         Case(wrap=compiled),
         Case(FREEZES, ranks=(0, 1, 2)),
         Case(SETS_RATE, ranks=(0, 1, 2)),
+        # a worker that joins gets the sparse buffers
+        Case("t.tag = t.world_rank", "in a join", (0, 1, 2), model=Sparse, register=UNSYNCED),
     ],
     ids=str,
 )
 def test_legitimate_operators_train_without_an_error(workers, case):
     for result in workers(replace(case, guard=Guard(every=1))):
-        assert result["problem"] == ""
-
-
-def test_sparse_buffers_reach_workers_that_join(workers):
-    unsynced = {"ddp_args": {"broadcast_buffers": False}}
-    for result in workers(
-        Case("t.tag = t.world_rank", "in a join", (0, 1, 2), model=Sparse, register=unsynced)
-    ):
         assert result["problem"] == ""
 
 
