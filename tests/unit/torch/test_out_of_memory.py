@@ -318,9 +318,9 @@ def test_custom_loop_or_step_raises_the_error():
         (Accumulates, r"not call self\.backward\(loss\)"),
         (Steps, r"train_batch calls optimizer\.step\(\)"),
     ):
-        with local(operator_cls, {"room": 2}) as trainer:
-            with pytest.raises((MemoryError, torch.OutOfMemoryError), match=reason):
-                trainer.train()
+        refused = pytest.raises((MemoryError, torch.OutOfMemoryError), match=reason)
+        with local(operator_cls, {"room": 2}) as trainer, refused:
+            trainer.train()
 
 
 def test_split_on_oom_false_and_other_errors():
