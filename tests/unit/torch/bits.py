@@ -1,6 +1,5 @@
 """Models whose training must have the same bits on any number of workers."""
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from raysgd import EqualBits, TrainingOperator
 from raysgd.loop.requests import PredictRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
+from raysgd.torch.tensors import state_digest
 from raysgd.utils import BATCH_SIZE
 from tests.unit.torch import cases
 
@@ -154,23 +154,7 @@ class Trains(TrainingOperator):
 
 def digest(tree):
     """Return a hash of all bits of nested containers of tensors and numbers."""
-    found = hashlib.sha256()
-
-    def add(leaf):
-        if isinstance(leaf, torch.Tensor):
-            found.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, dict):
-            for name, value in leaf.items():
-                found.update(str(name).encode())
-                add(value)
-        elif isinstance(leaf, list | tuple):
-            for value in leaf:
-                add(value)
-        else:
-            found.update(repr(leaf).encode())
-
-    add(tree)
-    return found.hexdigest()
+    return state_digest(tree).hex()
 
 
 @dataclass
