@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
+from tests.fidelity import flat
 from tests.operators import register_with_sgd
 
 NUM_SAMPLES, GLOBAL_BATCH = 960, 24
@@ -47,10 +48,6 @@ def make_trainer(num_workers, costs, register, use_local=True, **elastic):
     )
 
 
-def parameters(trainer):
-    return torch.cat([parameter.flatten() for parameter in trainer.get_model().parameters()])
-
-
 def kinds(trainer):
     return [event.kind for event in trainer.events]
 
@@ -65,13 +62,13 @@ def expected(results, register):
     with make_trainer(1, [0.0], register) as trainer:
         for result in results:
             assert abs(trainer.train()["train_loss"] - result["train_loss"]) < 1e-10
-        return parameters(trainer), trainer.validate()
+        return flat(trainer.get_model()), trainer.validate()
 
 
 def check(trainer, results, register):
     assert [result["num_samples"] for result in results] == [NUM_SAMPLES] * len(results)
     found, validation = expected(results, register)
-    assert (parameters(trainer) - found).abs().max() < 1e-10
+    assert (flat(trainer.get_model()) - found).abs().max() < 1e-10
     assert abs(trainer.validate()["val_loss"] - validation["val_loss"]) < 1e-10
 
 

@@ -13,6 +13,7 @@ from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
 from raysgd.errors import CheckpointError
 from raysgd.loop.update import Update
 from raysgd.torch.features.averaging import WeightAveraging
+from tests.fidelity import flat
 from tests.unit.recorder import Recorder
 
 CONFIG = {"batch_norm": True, "dropout": 0.5, "shuffle": True}
@@ -39,10 +40,6 @@ class Reference(Callback):
             self.on_pause(trainer)
 
 
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 @pytest.mark.parametrize(
     ("averaging", "reference"),
     [
@@ -56,17 +53,17 @@ def test_the_average_is_that_of_torch_and_is_what_is_validated(make_trainer, ave
     trainer = make_trainer(Recorder, CONFIG, callbacks=[averaging(), by_hand])
     history = trainer.fit(3)
     operator = trainer.get_local_operator()
-    trained = weights(operator.model).clone()
-    expected = weights(by_hand.model.module)
+    trained = flat(operator.model).clone()
+    expected = flat(by_hand.model.module)
     assert not torch.equal(trained, expected)
-    torch.testing.assert_close(weights(trainer.get_model()), expected)
+    torch.testing.assert_close(flat(trainer.get_model()), expected)
     (data,) = {loader.dataset for loader in [operator.validation_loader]}
     with torch.no_grad():
         output = trainer.get_model().eval()(data.tensors[0])
     torch.testing.assert_close(trainer.predict(operator.validation_loader.loader), output)
     loss = torch.nn.functional.mse_loss(output, data.tensors[1]).item()
     assert history[-1]["val_loss"] == pytest.approx(loss, rel=1e-5)
-    assert torch.equal(weights(operator.model), trained), "training continues with the weights"
+    assert torch.equal(flat(operator.model), trained), "training continues with the weights"
 
 
 def test_weights_are_validated_before_there_is_an_average(make_trainer):
@@ -82,16 +79,16 @@ def test_a_validation_that_fails_gives_the_weights_back(make_trainer):
     trainer = make_trainer(Recorder, CONFIG, callbacks=[EMA(0.9)])
     trainer.train()
     operator = trainer.get_local_operator()
-    before = weights(operator.model).clone()
+    before = flat(operator.model).clone()
 
     def fail(batch_info, when):
-        assert not torch.equal(weights(operator.model), before)
+        assert not torch.equal(flat(operator.model), before)
         raise ValueError("bad validation")
 
     operator.fail = fail
     with pytest.raises(ValueError, match="bad validation"):
         trainer.validate()
-    assert torch.equal(weights(operator.model), before)
+    assert torch.equal(flat(operator.model), before)
 
 
 def test_interrupted_run_resumes_with_its_averages(make_trainer, tmp_path):
@@ -109,7 +106,7 @@ def test_interrupted_run_resumes_with_its_averages(make_trainer, tmp_path):
     state = loaded.state_dict()
     del state["averages"]
     loaded.load_state_dict(state)
-    assert torch.equal(weights(loaded.get_model()), weights(loaded.get_local_operator().model))
+    assert torch.equal(flat(loaded.get_model()), flat(loaded.get_local_operator().model))
 
 
 @pytest.mark.parametrize(
