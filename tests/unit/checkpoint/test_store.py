@@ -52,6 +52,14 @@ def restored_step(folder, **arguments):
     return step_of(CheckpointStore(folder, **{"job": "first", **arguments}).restore().state)
 
 
+def saved(folder, *steps, keep=None):
+    """Save states at these steps, and return the store."""
+    store = CheckpointStore(folder, job="first", keep=keep)
+    for step in steps:
+        store.save(state_at(step))
+    return store
+
+
 # ---- saving and restoring
 
 
@@ -83,9 +91,7 @@ def damage(folder, step):
 
 
 def test_the_newest_save_comes_first_after_going_back(folder):
-    store = CheckpointStore(folder, job="first", keep=None)
-    for step in (10, 20, 30, 40):
-        store.save(state_at(step))
+    saved(folder, 10, 20, 30, 40)
     CheckpointStore(folder, job="first", keep=4).save(state_at(25))
     assert steps_in(folder) == [20, 25, 30, 40]
     for step in [25, 40, 30, 20]:
@@ -100,9 +106,7 @@ def test_the_newest_save_comes_first_after_going_back(folder):
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [5]), (2.0, [4, 5]), (None, [1, 2, 3, 4, 5])])
 def test_the_newest_are_kept(folder, keep, kept):
-    store = CheckpointStore(folder, job="first", keep=keep)
-    for step in range(1, 6):
-        store.save(state_at(step))
+    saved(folder, *range(1, 6), keep=keep)
     assert steps_in(folder) == kept
 
 
@@ -126,9 +130,7 @@ def test_a_failing_clean_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog
         raise CheckpointError("Cannot remove it.")
 
     monkeypatch.setattr(Location, "remove", fail)
-    store = CheckpointStore(tmp_path, job="first", keep=1)
-    for step in (1, 2):
-        store.save(state_at(step))
+    store = saved(tmp_path, 1, 2, keep=1)
     assert "Cannot remove it." in caplog.text
     monkeypatch.undo()
     store.save(state_at(3))
@@ -167,13 +169,6 @@ def test_wrong_arguments_raise(tmp_path, arguments, words):
 # ---- skipped checkpoints
 
 
-def saved(tmp_path, *steps):
-    store = CheckpointStore(tmp_path, job="first", keep=None)
-    for step in steps:
-        store.save(state_at(step))
-    return store
-
-
 def test_damaged_checkpoints_are_skipped_and_named(tmp_path, caplog):
     saved(tmp_path, 1, 2, 3)
     flip(tmp_path / name_at(3), 700)
@@ -192,8 +187,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("part", SPOILED)
 def test_a_state_that_is_not_finite_replaces_no_checkpoint(folder, part):
-    store = CheckpointStore(folder, job="first", keep=1)
-    store.save(state_at(1))
+    store = saved(folder, 1, keep=1)
     bad = state_at(2) | {part: SPOILED[part]}
     before = names_in(folder)
     with pytest.raises(CheckpointError, match=rf"step 2 is not saved.*{part}.* has NaN"):
@@ -209,8 +203,7 @@ def test_numbers_and_known_buffers_may_be_infinite(tmp_path):
 
 
 def test_a_checkpoint_of_a_newer_format_is_an_error_and_not_skipped(folder):
-    store = CheckpointStore(folder, job="first")
-    store.save(state_at(1))
+    store = saved(folder, 1)
     write_file(state_at(2), f"{folder}/{name_at(2)}", Manifest(job="first", format=9))
     for call in (store.restore, lambda: store.save(state_at(3))):
         with pytest.raises(CheckpointError, match=r"in format 9.*Update raysgd"):
@@ -250,9 +243,7 @@ def test_unreachable_checkpoint_is_an_error_and_not_skipped(tmp_path, monkeypatc
 def test_a_password_in_the_url_is_in_no_message(tmp_path, caplog):
     url = f"memory://me:secret@{tmp_path.name}/run"
     shown = url.replace("secret", "***")
-    store = CheckpointStore(url, job="first")
-    for step in (1, 2):
-        store.save(state_at(step))
+    store = saved(url, 1, 2)
     damage(url, 2)
     restored = store.restore()
     assert restored.path == f"{url}/{name_at(1)}", "the path can be opened"
@@ -306,9 +297,7 @@ def test_a_kill_before_any_call_to_the_system_leaves_the_newest_state_whole(memo
     """Kill at each file operation in turn, until a save succeeds."""
     for number in range(200):
         folder = memory_folder / str(number)
-        store = CheckpointStore(folder, job="first", keep=1)
-        for step in (1, 2):
-            store.save(state_at(step))
+        store = saved(folder, 1, 2, keep=1)
 
         def save(store=store, number=number):
             kill_at_event(number)
