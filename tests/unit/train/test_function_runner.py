@@ -24,8 +24,8 @@ from raysgd.train.worker_session import RunSpec
 class Worker:
     """Sends requests to a runner, as the driver does."""
 
-    def __init__(self, rank=0):
-        self.runner = FunctionRunner(False)
+    def __init__(self, rank):
+        self.rank, self.runner = rank, FunctionRunner(False)
         self.runner.setup(WorkerContext(world_rank=rank, world_size=2))
 
     def begin(self, function, run="one", checkpoint=None):
@@ -37,24 +37,18 @@ class Worker:
 
 
 @pytest.fixture
-def make_worker():
-    workers = []
-
-    def make(**arguments):
-        workers.append(Worker(**arguments))
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.runner.handle(EndRunRequest())
-        worker.runner.teardown()
+def worker(request):
+    worker = Worker(getattr(request, "param", 0))
+    yield worker
+    worker.runner.handle(EndRunRequest())
+    worker.runner.teardown()
     worker_session.receive_datasets(None)
 
 
 @pytest.mark.filterwarnings(r"ignore:`\w+` is meant to only be called")  # by Ray 2.44
 @pytest.mark.filterwarnings(r"ignore:This API is deprecated")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ray_sets_up_a_tracker_on_worker_0_only(make_worker, rank, tmp_path, monkeypatch):
+@pytest.mark.parametrize("worker", [0, 1], indirect=True)
+def test_ray_sets_up_a_tracker_on_worker_0_only(worker, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     package = importlib.import_module("ray.air.integrations")
     for name in ("mlflow", "wandb"):  # restore the modules of Ray
@@ -76,10 +70,9 @@ def test_ray_sets_up_a_tracker_on_worker_0_only(make_worker, rank, tmp_path, mon
             run.log_metric("loss", 0.5)
         return wandb.WandbLoggerCallback.__name__
 
-    worker = make_worker(rank=rank)
     worker.begin(function)
     assert worker.next().return_value == "WandbLoggerCallback"
-    assert (tmp_path / "runs").exists() == (rank == 0)
+    assert (tmp_path / "runs").exists() == (worker.rank == 0)
 
 
 def test_a_run_that_ignores_everything_keeps_nothing(run):
@@ -92,13 +85,12 @@ def test_a_run_that_ignores_everything_keeps_nothing(run):
     assert kept() is None
 
 
-def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):
+def test_turns_come_one_after_the_other_and_the_value_at_the_end(worker):
     def function():
         train.report(a=1)
         train.save_checkpoint(b=2)
         return train.world_size()
 
-    worker = make_worker()
     worker.begin(function)
     results = [worker.next() for _ in range(3)]
     assert [result.kind for result in results] == ["report", "checkpoint", "end"]
@@ -107,7 +99,7 @@ def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):
     assert worker.runner.progress().position.global_step == 1
 
 
-def test_a_second_run_may_use_another_precision_of_accelerate(make_worker):
+def test_a_second_run_may_use_another_precision_of_accelerate(worker):
     pytest.importorskip("accelerate")
 
     def function(precision):
@@ -115,17 +107,15 @@ def test_a_second_run_may_use_another_precision_of_accelerate(make_worker):
 
         return Accelerator(mixed_precision=precision, cpu=True).mixed_precision
 
-    worker = make_worker()
     for run, precision in enumerate(("no", "bf16", "no")):
         worker.begin(partial(function, precision), run)
         assert worker.next().return_value == precision
 
 
-def test_runs_of_wandb_end_with_the_function(make_worker, monkeypatch):
+def test_runs_of_wandb_end_with_the_function(worker, monkeypatch):
     codes = []
     stand_in = SimpleNamespace(teardown=lambda exit_code: codes.append(exit_code))
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    worker = make_worker()
     worker.begin(int)
     worker.next()
     worker.begin([].pop, "two")
@@ -134,20 +124,18 @@ def test_runs_of_wandb_end_with_the_function(make_worker, monkeypatch):
     assert codes == [0, 1]
 
 
-def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
-    worker = make_worker()
+def test_a_value_that_cannot_be_pickled_becomes_none(worker, caplog):
     worker.begin(threading.Lock)
     assert worker.next().return_value is None
     assert "returned a lock that cannot be pickled" in caplog.text
 
 
-def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
-    worker = make_worker()
+def test_after_a_restart_the_function_begins_from_the_checkpoint(worker):
     worker.begin(train.load_checkpoint, checkpoint=cloudpickle.dumps({"step": 3}))
     assert worker.next().return_value == {"step": 3}
 
 
-def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
+def test_a_stop_ends_a_function_that_waits_for_the_driver(worker):
     def function():
         try:
             while True:
@@ -155,7 +143,6 @@ def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
         except Exception:
             return "a training loop caught the stop"
 
-    worker = make_worker()
     worker.begin(function)
     worker.next()
     worker.runner.handle(EndRunRequest())
@@ -164,8 +151,7 @@ def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
     assert worker_session.process_state.session is None
 
 
-def test_a_new_generation_drops_the_function_and_the_rank(make_worker):
-    worker = make_worker()
+def test_a_new_generation_drops_the_function_and_the_rank(worker):
     worker.begin(lambda: 1)
     worker.runner.rejoin(WorkerContext(world_rank=1, world_size=3), leader_rank=0)
     with pytest.raises(RuntimeError, match="no function"):
