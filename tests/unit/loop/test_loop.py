@@ -171,7 +171,10 @@ def test_own_loop_over_the_train_loader_has_a_new_order_in_each_epoch(
 @KINDS
 @given(calls=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=5))
 def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, calls):
-    """A call without num_steps (None) trains the rest of the epoch, or a whole one."""
+    """A call without num_steps (None) reads the rest of an epoch, or a whole one.
+
+    Validation has a cursor of its own.
+    """
     trainer, operator = start(operator_cls, config)
     steps = 0
     for num_steps in calls:
@@ -186,6 +189,16 @@ def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, cal
             assert result["epoch"] == trainer.epoch == math.ceil(steps / 5)
     infos = [(i["epoch_idx"], i["batch_idx"], i["global_step"]) for i in operator.infos]
     assert [(epoch, step) for epoch, _, step in infos] == [(n // 5, n) for n in range(steps)]
+    trained, steps = steps, 0
+    for num_steps in reversed(calls):
+        taken = num_steps or 5 - steps % 5
+        steps += taken
+        result = trainer.validate(num_steps=num_steps)
+        assert (result["num_samples"], result["batch_count"]) == (8 * taken, taken)
+    assert operator.validated == (EPOCH * 20)[: steps * 8]
+    assert trainer.global_step == trained
+    trainer.train()
+    assert operator.trained == EPOCH * (trained // 5 + 1)
     trainer.shutdown()
 
 
@@ -302,25 +315,6 @@ def test_an_init_that_does_not_call_its_base_is_an_error():
 
 
 # ---- validate
-
-
-@KINDS
-@given(calls=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=5))
-def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
-    """A call without num_steps (None) reads the rest of the loader, or all of it."""
-    trainer, operator = start(operator_cls, config)
-    trainer.train(num_steps=2)
-    steps = 0
-    for num_steps in calls:
-        taken = num_steps or 5 - steps % 5
-        steps += taken
-        result = trainer.validate(num_steps=num_steps)
-        assert (result["num_samples"], result["batch_count"]) == (8 * taken, taken)
-    assert operator.validated == (EPOCH * 20)[: steps * 8]
-    assert trainer.global_step == 2
-    trainer.train()
-    assert operator.trained == EPOCH
-    trainer.shutdown()
 
 
 def test_metrics_of_own_batches_remain_if_train_batch_validates(start):
