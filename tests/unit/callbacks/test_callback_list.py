@@ -133,18 +133,26 @@ def test_a_pause_changes_nothing_but_the_time(make_trainer, operator_cls, every)
     assert steps == list(range(every, 23, every))
 
 
-@pytest.mark.parametrize("method", ["train", "validate", "load_state_dict", "fit"])
-def test_calls_that_change_the_state_raise_in_a_pause(make_trainer, method):
-    class Moving(Spy):
-        def on_pause(self, trainer):
-            arguments = {"load_state_dict": [{}], "fit": [1]}.get(method, [])
-            getattr(trainer, method)(*arguments)
+@pytest.mark.parametrize(
+    ("hook", "method", "said"),
+    [
+        *(("on_pause", each, "cannot") for each in ("train", "validate", "load_state_dict", "fit")),
+        ("on_epoch_end", "fit", "cannot call fit() in on_epoch_end"),
+        ("on_event", "save", "on_epoch_end"),
+        ("on_log", "save", "on_epoch_end"),
+    ],
+)
+def test_calls_that_a_hook_cannot_make_raise(make_trainer, tmp_path, hook, method, said):
+    def call(self, trainer, *_):
+        given = {"load_state_dict": [{}], "fit": [1], "save": [tmp_path / "state.pt"]}
+        getattr(trainer, method)(*given.get(method, []))
 
-    trainer = make_trainer(callbacks=[Moving(pause_every=2)])
-    with pytest.raises(CallbackError, match="on_pause") as caught:
-        trainer.train()
-    assert "cannot" in str(caught.value.__cause__) or "not train" in str(caught.value.__cause__)
-    assert trainer.global_step == 5
+    trainer = make_trainer(callbacks=[type("Calling", (Spy,), {hook: call})(pause_every=2)])
+    with pytest.raises(CallbackError, match=hook) as caught:
+        trainer.fit(1, log_every=5) if hook == "on_log" else trainer.train()
+    assert said in str(caught.value.__cause__)
+    assert trainer.global_step == (0 if hook == "on_event" else 5)
+    assert hook in ("on_pause", "on_epoch_end") or trainer.train()["epoch"] == trainer.epoch
 
 
 def test_next_pause_must_be_above_the_current_step(make_trainer):
@@ -190,18 +198,6 @@ def test_events_between_two_runs_arrive_at_the_next_start(make_trainer, tmp_path
     told = [detail for _, hook, detail in spy.calls if hook == "on_event"]
     assert told == [event.kind for event in trainer.events]
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == len(told)
-
-
-@pytest.mark.parametrize("hook", ["on_event", "on_log"])
-def test_hooks_during_a_call_cannot_call_workers(make_trainer, tmp_path, hook):
-    def save(self, trainer, *arguments):
-        trainer.save(tmp_path / "state.pt")
-
-    trainer = make_trainer(callbacks=[type("Saving", (Callback,), {hook: save})()])
-    with pytest.raises(CallbackError, match=hook) as caught:
-        trainer.fit(1, log_every=5)
-    assert "on_epoch_end" in str(caught.value.__cause__)
-    assert trainer.train()["epoch"] == trainer.epoch
 
 
 # ---- callbacks that raise
@@ -294,30 +290,12 @@ def test_passwords_in_errors_of_services_are_hidden(make_trainer, caplog):
     assert "secret" not in str(caught.value) + caplog.text
 
 
-def test_progress_and_speed_of_a_local_worker_arrive_during_its_call():
-    seen = threading.Event()
+def test_only_on_log_and_on_progress_of_a_local_worker_run_in_another_thread_during_its_call():
+    seen, logged, measured = set(), threading.Event(), threading.Event()
 
     class Slow(Classifier):
         def train_batch(self, batch, batch_info):
-            assert batch_info["batch_idx"] != 1 or seen.wait(60)
-            return super().train_batch(batch, batch_info)
-
-    class Watch(Callback):
-        def on_progress(self, trainer, kind, progress):
-            if any(each.num_batches == 1 for each in progress) and trainer.speed().workers:
-                seen.set()
-
-    local(Slow, callbacks=[Watch()]).train(num_steps=2)
-    names = {thread.name for thread in threading.enumerate()}
-    assert "raysgd-progress" not in names
-
-
-def test_only_on_log_and_on_progress_of_a_local_worker_run_in_another_thread():
-    seen, logged = set(), threading.Event()
-
-    class Slow(Classifier):
-        def train_batch(self, batch, batch_info):
-            assert batch_info["batch_idx"] != 2 or logged.wait(60)
+            assert batch_info["batch_idx"] != 3 or (logged.wait(60) and measured.wait(60))
             return super().train_batch(batch, batch_info)
 
     class Threads(Spy):
@@ -331,13 +309,16 @@ def test_only_on_log_and_on_progress_of_a_local_worker_run_in_another_thread():
 
         def on_progress(self, trainer, kind, progress):
             self.note("on_progress")
+            if any(each.num_batches == 1 for each in progress) and trainer.speed().workers:
+                measured.set()
 
     spy = Threads(pause_every=4)
-    local(Slow, callbacks=[spy]).fit(1, log_every=1)
+    local(Slow, callbacks=[spy]).fit(1, log_every=2)
     elsewhere = {("on_log", "raysgd-progress"), ("on_progress", "raysgd-progress")}
     assert elsewhere <= seen
     assert {hook for hook, _ in seen - elsewhere} > {"on_pause", "on_epoch_end", "on_log"}
     assert {thread for _, thread in seen - elsewhere} == {True}
+    assert "raysgd-progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_failing_on_progress_runs_once_per_call(make_trainer):
@@ -415,7 +396,7 @@ def test_a_state_is_a_copy(make_trainer):
     assert state["callbacks"] == {"Spy": {"seen": [1], "mean": torch.ones(1)}}
 
 
-def test_no_callback_changes_if_one_cannot_load_its_state(make_trainer):
+def test_no_callback_changes_if_one_or_the_workers_cannot_load_a_state(make_trainer):
     good, bad = Spy(state={"best": 9}), Unloadable()
     saved = {"Spy": {"best": 2}, "Unloadable": {"best": 1}}
     trainer = make_trainer(callbacks=[good, bad])
@@ -423,18 +404,11 @@ def test_no_callback_changes_if_one_cannot_load_its_state(make_trainer):
     trainer.train()
     with pytest.raises(CheckpointError, match=r"callbacks\['Unloadable'\] cannot be loaded"):
         trainer.load_state_dict({**state, "callbacks": {**saved, "Other": {"best": 4}}})
-    assert good.loaded == [{"best": 2}, {"best": 9}], "it has its old state again"
+    with pytest.raises(CheckpointError, match="state has 0 models"):
+        trainer.load_state_dict({**state, "models": [], "callbacks": {"Spy": {"best": 2}}})
+    assert good.loaded == [{"best": 2}, {"best": 9}] * 2, "it has its old state again"
     assert trainer.state_dict()["callbacks"] == {"Spy": {"best": 9}}
     assert trainer.train()["epoch"] == 2
-
-
-def test_callbacks_take_nothing_of_a_state_that_the_workers_refuse(make_trainer):
-    spy = Spy(state={"best": 9})
-    trainer = make_trainer(callbacks=[spy])
-    state = {**trainer.state_dict(), "models": [], "callbacks": {"Spy": {"best": 2}}}
-    with pytest.raises(CheckpointError, match="state has 0 models"):
-        trainer.load_state_dict(state)
-    assert spy.loaded == [{"best": 2}, {"best": 9}]
 
 
 def test_states_continue_to_wait_if_one_cannot_load(make_trainer):

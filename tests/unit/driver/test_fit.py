@@ -280,36 +280,23 @@ class OwnLoop(Recorder):
 
     def train_epoch(self, iterator, info, **given):
         self.modes.append([module.training for module in self.model])
+        self.model[1].eval()
         for batch in iterator:
+            assert self.validate(iter([batch]))["batch_count"] == 1
+            self.modes.append([module.training for module in self.model])
             self.train_batch(batch, {"batch_idx": 0, "global_step": 0})
+        self.model[1].train()
         return {"num_samples": 1}
 
 
-def test_evaluation_does_not_leave_the_models_of_an_own_loop_in_eval_mode(make_trainer):
+def test_evaluation_in_and_after_an_epoch_restores_the_modes_of_an_own_loop(make_trainer):
     trainer = make_trainer(OwnLoop)
     trainer.fit(2, verbose=False)
     trainer.predict(DataLoader(TensorDataset(torch.zeros(3, 1), torch.zeros(3, 1))))
     trainer.get_model()
     trainer.train()
-    assert trainer.get_local_operator().modes == [[True, True, False]] * 3
-
-
-class Evaluates(OwnLoop):
-    def train_epoch(self, iterator, info, **given):
-        self.train_mode(True)
-        self.model[1].eval()
-        for batch in iterator:
-            found = super().validate(iter([batch]))
-            assert found["batch_count"] == 1
-            self.modes.append([module.training for module in self.model])
-            self.train_batch(batch, {"batch_idx": 0, "global_step": 0})
-        return {"num_samples": 1}
-
-
-def test_validation_within_an_epoch_restores_the_modes(make_trainer):
-    trainer = make_trainer(Evaluates)
-    trainer.train(num_steps=2)
-    assert trainer.get_local_operator().modes == [[True, False, True]] * 2
+    modes = [[True, True, False], *[[True, False, False]] * 5]
+    assert trainer.get_local_operator().modes == modes * 3
 
 
 def test_a_callback_may_ask_to_stop(make_trainer):
@@ -511,15 +498,6 @@ def test_fit_validates_all_data_after_a_partial_validation(make_trainer):
     trainer.load_state_dict(state)
     trainer.validate()
     assert trainer.last_call.is_complete
-
-
-def test_fit_in_a_callback_is_an_error(make_trainer):
-    class Fitting(Callback):
-        def on_epoch_end(self, trainer, metrics):
-            trainer.fit(9)
-
-    with pytest.raises(CallbackError, match=r"cannot call fit\(\) in on_epoch_end"):
-        make_trainer(callbacks=[Fitting()]).train()
 
 
 @pytest.mark.parametrize(
