@@ -16,13 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import ElasticConfig
 from raysgd._internal import step_timing
@@ -523,44 +517,6 @@ def test_an_error_of_the_loader_reaches_the_caller_and_training_goes_on(start):
     broken[0] = False
     trainer.train()
     assert operator.trained == EPOCH
-
-
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["stream", "collate_fn"])
-def test_training_does_not_continue_with_other_samples_after_an_error_of_the_loader(
-    start, error, place
-):
-    answers = {"stream": iter([False] * 17 + [True]), "collate_fn": iter([False] * 2 + [True])}
-
-    def fail(at):
-        if at == place and next(answers[at], False):
-            raise error
-
-    class Rotating(IterableDataset):
-        num_begun = 0
-
-        def __iter__(self):
-            self.num_begun += 1
-            for number in EPOCH:
-                fail("stream")
-                sample = torch.tensor([(number + self.num_begun) % len(EPOCH)]).float()
-                yield sample, sample
-
-    class Op(Recorder):
-        def make_loaders(self, config):
-            def collate(samples):
-                fail("collate_fn")
-                return default_collate(samples)
-
-            return {"train_loader": DataLoader(Rotating(), batch_size=8, collate_fn=collate)}
-
-    trainer, operator = start(Op)
-    with pytest.raises(error):
-        trainer.train()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"after 16 samples.* now gives other samples"):
-            trainer.train()
-    assert operator.trained == [*range(1, 17)]
 
 
 class Once(Iterator):

@@ -18,7 +18,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.versions import is_at_least
@@ -490,17 +496,24 @@ def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
 
 
 class Rotating(Numbers):
-    """Numbers whose first one differs between iterations. Reading `fails_at` raises once."""
+    """Numbers whose first one differs between iterations. An error comes once at `fails_at`."""
 
     fails_at, error, num_begun = None, FileNotFoundError, 0
+
+    def fail(self, *place):
+        if place == self.fails_at:
+            self.fails_at = None
+            raise self.error
 
     def __iter__(self):
         self.num_begun += 1
         for number in range(self.size):
-            if number == self.fails_at:
-                self.fails_at = None
-                raise self.error
-            yield torch.tensor((number + self.num_begun) % self.size), 0.0
+            self.fail("read", number)
+            yield torch.tensor((number + self.num_begun) % self.size), number
+
+    def collate(self, samples):
+        self.fail("collate", samples[0][1])
+        return default_collate(samples)
 
 
 def fail_in_epoch(source):
@@ -516,13 +529,15 @@ def fail_in_epoch(source):
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, KeyboardInterrupt])
-@pytest.mark.parametrize("fails_at", [2, 7, 12])
-def test_stream_that_gives_other_samples_after_a_reading_error_is_an_error(fails_at, error):
+@pytest.mark.parametrize("fails_at", [("read", 2), ("read", 7), ("read", 12), ("collate", 12)])
+def test_stream_that_gives_other_samples_after_an_error_is_refused(fails_at, error):
     data = Rotating(20)
     data.fails_at, data.error = fails_at, error
-    source, new = wrap(DataLoader(data, batch_size=2)), wrap(DataLoader(Rotating(20), batch_size=2))
+    source = wrap(DataLoader(data, batch_size=2, collate_fn=data.collate))
+    new = wrap(DataLoader(Rotating(20), batch_size=2))
     offset = fail_in_epoch(source)
-    assert offset == fails_at // 2 * 2
+    source.end_processes()  # as `Segment` does after each error
+    assert offset == fails_at[1] // 2 * 2
     saved = source.resume_info(0, offset)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Rotating, now gives other samples"):
@@ -537,7 +552,7 @@ def test_reading_error_before_a_loaded_position_keeps_its_digest():
     source, data = wrap(DataLoader(Rotating(20), batch_size=2)), Rotating(20)
     next(source.batches(0, 0))
     source.plan(0, 5)
-    resumed, data.fails_at = wrap(DataLoader(data, batch_size=2)), 5
+    resumed, data.fails_at = wrap(DataLoader(data, batch_size=2)), ("read", 5)
     resumed.load_resume_info(source.resume_info(0, 8))
     with pytest.raises(FileNotFoundError):
         next(resumed.batches(0, 8))
