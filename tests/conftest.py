@@ -200,19 +200,11 @@ def run_ranks(script, size):
 
     The script can use `rank` and `join` of `RANK`. Its last argument is the port of a TCPStore.
     """
-    with running_ranks(script, size):
-        pass
-
-
-@contextlib.contextmanager
-def running_ranks(script, size):
-    """Run a script like `run_ranks`, in parallel with the `with` block. Yield the store."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Script(RANK + script, rank, size, store.port) for rank in range(size)]
     try:
-        yield store
         for rank in ranks:
             rank.wait(90)
         assert [rank.stdout.read() for rank in ranks] == ["good\n"] * size

@@ -7,6 +7,7 @@ import torch
 
 from raysgd.operators import ImageClassifier
 from raysgd.testing import run_operator
+from tests.operators import local
 from tests.unit.operators.samples import digits
 
 
@@ -21,10 +22,12 @@ def config(**options):
     return {"model": make_model, "train_data": train, "validation_data": held_out, **options}
 
 
-def test_learns_digits_in_half_precision(trained):
+def test_learns_digits_in_half_precision():
     options = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "batch_size": 16}
-    options |= {"lr": 5e-3, "label_smoothing": 0.1, "top_k": 3}
-    train, found = trained(ImageClassifier, config(**options), num_epochs=8, use_fp16=True)
+    options |= {"lr": 5e-3, "label_smoothing": 0.1, "top_k": 3, "seed": 0}
+    with local(ImageClassifier, config(**options), use_fp16=True) as trainer:
+        *_, train = (trainer.train() for _ in range(8))
+        found = trainer.validate()
     assert found["val_accuracy"] > 0.94
     assert train["num_samples"] == 1440
     assert found["val_accuracy"] < found["val_top3_accuracy"] <= 1
