@@ -48,14 +48,12 @@ def make_trainer(num_workers, costs, register, use_local=True, **elastic):
     )
 
 
-def kinds(trainer):
-    return [event.kind for event in trainer.events]
-
-
-def train_until(trainer, condition, results):
-    while not condition() and len(results) < 40:
+def train_until(trainer, kind, results):
+    """Train until there are events of a kind, and return them."""
+    while not (found := [event for event in trainer.events if event.kind == kind]):
+        assert len(results) < 40, trainer.events
         results.append(trainer.train())
-    assert condition(), trainer.events
+    return found
 
 
 def expected(results, register):
@@ -78,10 +76,9 @@ def test_measured_shares_change_no_result_through_losses_and_joins(module_cluste
     costs, results = [0.0025, 0.001], []
     elastic = {"shares": "measured", "resize_cooldown_s": 0.5}
     with make_trainer(2, costs, register, use_local=False, **elastic) as trainer:
-        train_until(trainer, lambda: "rebalanced" in kinds(trainer), results)
-        (event,) = [event for event in trainer.events if event.kind == "rebalanced"]
+        (event,) = train_until(trainer, "rebalanced", results)
         assert event.shares[1] > event.shares[0]
         os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
-        train_until(trainer, lambda: "grown" in kinds(trainer), results)
+        train_until(trainer, "grown", results)
         results.append(trainer.train())
         check(trainer, results, register)
