@@ -18,7 +18,7 @@ from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.checkpoint.file import CheckpointFile
 from raysgd.cluster.worker import Outcome
 from raysgd.errors import CheckpointError
-from tests.operators import Classifier, make_model
+from tests.operators import Adversaries, Classifier
 from tests.unit.elastic.test_log_points import part
 from tests.unit.recorder import Recorder
 
@@ -174,15 +174,6 @@ def test_training_does_not_change_a_returned_state(make_trainer):
     assert trainer.global_step == 5
 
 
-class Pair(Classifier):
-    def setup(self, config):
-        models = [make_model(), make_model()]
-        self.models, self.optimizers = self.register(
-            models=models, optimizers=[torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-        )
-        self.model = models[0]
-
-
 # ---- files
 
 
@@ -256,7 +247,7 @@ def test_save_and_load_take_a_url(make_trainer):
 
 
 def test_save_model_writes_the_weights(make_trainer, tmp_path):
-    trainer = make_trainer(Pair)
+    trainer = make_trainer(Adversaries, {"batch_size": 5})
     path = trainer.save_model(tmp_path / "models.safetensors")
     assert path == str(tmp_path / "models.safetensors")
     weights = {f"1.{key}": v for key, v in trainer.state_dict()["models"][1].items()}
@@ -312,26 +303,6 @@ def test_a_with_block_shuts_the_trainer_down(make_trainer):
     with pytest.raises(KeyError), make_trainer() as trainer:
         raise KeyError
     assert trainer.num_workers == 0
-
-
-class Compiled(Classifier):
-    """Compiles its model with ``torch.compile`` if the config asks for it."""
-
-    def register(self, *, models, **given):
-        if self.config["compiled"]:
-            models = torch.compile(models, backend="eager")
-        return super().register(models=models, **given)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True)])
-def test_states_of_compiled_models_have_the_names_of_the_original(make_trainer, saved, loaded):
-    state = make_trainer(Compiled, {"compiled": saved}).state_dict()
-    assert state["models"][0].keys() == make_trainer().state_dict()["models"][0].keys()
-    other = make_trainer(Compiled, {"compiled": loaded})
-    for held in state["models"][0].values():
-        held += 1
-    other.load_state_dict(state)
-    assert equal(other.state_dict()["models"][0], state["models"][0])
 
 
 def test_a_config_that_differs_from_the_checkpoint_is_logged(make_trainer, caplog):

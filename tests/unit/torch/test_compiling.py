@@ -72,7 +72,14 @@ def test_warm_up_compiles_and_changes_nothing_else(compile):
             learnt.append(parameters(operator))
             assert not warms_up or len(GRAPHS) == num_graphs
             assert type(trainer.get_model()) is Noisy
-            assert list(trainer.state_dict()["models"][0]) == list(Noisy().state_dict())
+            state = trainer.state_dict()
+            assert list(state["models"][0]) == list(Noisy().state_dict())
+            with local(Remembering, {"compile": lambda model: model}) as plain:
+                start, other = plain.state_dict(), plain.get_local_operator()
+                plain.load_state_dict(state)
+                assert torch.equal(parameters(other), learnt[-1])
+                trainer.load_state_dict(start)
+                assert not torch.equal(parameters(operator), learnt[-1])
         torch._dynamo.reset()
         GRAPHS.clear()
     assert torch.equal(*learnt)
