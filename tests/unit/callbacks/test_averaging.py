@@ -111,7 +111,13 @@ def test_interrupted_run_resumes_with_its_averages(make_trainer, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda averages: averages.update(decay=3), lambda averages: averages["models"][0].popitem()],
+    [
+        lambda averages: averages.update(decay=3),
+        lambda averages: averages["models"][0].popitem(),
+        lambda averages: averages["models"][0].update(
+            {name: held.to_sparse() for name, held in averages["models"][0].items()}
+        ),
+    ],
 )
 def test_averages_that_do_not_fit_are_refused(make_trainer, change):
     trainer = make_trainer(Recorder, callbacks=[EMA()])

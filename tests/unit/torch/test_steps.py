@@ -11,10 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOperator
 from raysgd._internal.nested import map_leaves
-from raysgd.errors import CheckpointError
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.torch.feature_list import OperatorFeatures
-from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
 from raysgd.torch.state_access import TorchStateAccess
@@ -304,14 +302,3 @@ def make_registration(kind, dtype):
 def flat(tree):
     """Return text that shows each value with its dtype."""
     return str(map_leaves(tree, lambda x: (x.dtype, x.tolist()) if torch.is_tensor(x) else x))
-
-
-def test_sparse_averages_are_an_error():
-    train_state = make_registration(torch.optim.SGD, torch.float32)
-    (averaging,) = (f for f in train_state.features if isinstance(f, WeightAveraging))
-    averaging.start(0.5, 1)
-    state = copy.deepcopy(TorchStateAccess(train_state).read())
-    given = state["averages"]["models"][0]
-    given["weight"] = given["weight"].to_sparse()
-    with pytest.raises(CheckpointError, match="damaged, or of other models"):
-        TorchStateAccess(train_state).check(state)
