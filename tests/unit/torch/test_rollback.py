@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysgd import BadSteps, TrainingOperator
-from raysgd._internal.runner import WorkerContext
 from raysgd.data.partition import MicroBatchPlan
-from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
 from raysgd.torch.features.buffer_backup import BufferBackup
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions, TorchSettings
-from raysgd.torch.runner import TorchRunner
 from raysgd.torch.tensors import TensorVersions
 from raysgd.torch.train_state import TorchTrainState
 from tests.operators import local
@@ -355,12 +352,11 @@ class Changed(TrainingOperator):
 
 
 def test_failed_step_keeps_what_setup_changed_after_register():
-    runner = TorchRunner(TorchOptions(training_operator_cls=Changed, use_gpu=False))
-    runner.setup(WorkerContext())
-    request, model = TrainRequest(call_number=0, until_epoch=1), runner.operator.model
-    with pytest.raises(ValueError, match="fails once"):
-        runner.handle(request)
-    runner.handle(request)
+    with local(Changed) as trainer:
+        with pytest.raises(ValueError, match="fails once"):
+            trainer.train()
+        trainer.train()
+        model = trainer.get_model()
     assert (model.filled.tolist(), model.folded.tolist()) == ([1, 1], [1, 1])
     assert model.sparse.to_dense().tolist() == [[1, 0], [0, 1]]
 

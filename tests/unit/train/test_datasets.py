@@ -53,13 +53,16 @@ def test_shards_have_equal_sizes_and_share_no_row(workers, num_rows):
     assert data.hints == actors
 
 
-def test_a_restart_gets_the_same_rows_and_reads_only_what_is_split(caplog):
+def test_a_restart_gets_the_same_rows_and_only_selected_data_sets_are_read_and_split(caplog):
     data, whole = LazyDataset(6), LazyDataset(6)
-    datasets = Datasets({"train": data, "val": whole, "no": None}, lambda name: name != "val")
+    given = {"train": data, "val": whole, "no": None}
+    datasets = Datasets(given, lambda name: name != "val")
+    given.clear()  # the dict of the caller
     datasets.materialize()
     (warning,) = caplog.messages
     assert "'train' is read once" in warning
-    assert datasets.split(["a", "b"]) == datasets.split(["c", "d"])
+    parts = [{"train": (1, rank, rank + 2, rank + 4), "val": whole, "no": None} for rank in (0, 1)]
+    assert datasets.split(["a", "b"]) == datasets.split(["c", "d"]) == parts
     datasets.split(["e"])
     assert (data.num_reads, whole.num_reads) == (1, 0)
 
@@ -96,17 +99,6 @@ def test_data_that_need_a_cpu_that_is_not_free_are_warned_about(
     monkeypatch.setattr("ray.available_resources", lambda: {"CPU": free})
     Datasets(dataset(2), lambda name: is_split).split(["a", "b"])
     assert ("waits for a free CPU" in caplog.text) == warns
-
-
-def test_only_selected_data_sets_are_split():
-    whole = [1, 2, 3]
-    given = {"train": MaterializedDataset(4), "val": whole, "test": None}
-    datasets = Datasets(given, lambda name: name != "val")
-    given.clear()  # the dict of the caller
-    assert datasets.split(["a", "b"]) == [
-        {"train": (0, 0, 2), "val": whole, "test": None},
-        {"train": (0, 1, 3), "val": whole, "test": None},
-    ]
 
 
 @pytest.mark.parametrize(
