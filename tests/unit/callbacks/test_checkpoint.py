@@ -356,25 +356,16 @@ def test_failed_save_raises_and_training_can_continue(make_trainer, tmp_path, bl
     assert steps(folder)[-1] == 15
 
 
-class Wider(Classifier):
-    """An operator whose model does not fit the checkpoints in the folder."""
-
-    def setup(self, config):
-        model = torch.nn.Linear(8, 3)
-        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
-        self.register_data(train_loader=[], validation_loader=[])
-
-
 def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_path, caplog):
     make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(1)
-    trainer = make_trainer(Wider, callbacks=[CheckpointCallback(tmp_path, job="Classifier")])
+    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path, job="Classifier")])
     with pytest.raises(CallbackError, match="on_train_start") as caught:
         trainer.fit(1)
     said = str(caught.value.__cause__)
     assert caught.value.__cause__.__cause__ is None, "prints the reason once"
     assert "failed in" not in caplog.text, "prints the reason once"
     assert "the same model and config" in said
-    assert f"{names(tmp_path)[0]} into Wider." in said
+    assert f"{names(tmp_path)[0]} into Recorder." in said
     assert "another folder (or logdir)" in said
     assert "0.weight" in said
 

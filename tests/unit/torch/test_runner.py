@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,26 +186,16 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
     assert runner.progress().bar.num_batches == 0
 
 
-class OnDevice:
-    """Meters whose newest loss a GPU still computes."""
-
-    def __init__(self):
-        self.done = threading.Event()
-
-    def latest(self):
-        assert self.done.wait(20)
-        return {"train_loss": 2.5}
-
-
 def test_progress_does_not_wait_for_the_gpu():
     """The GPU may wait forever for a lost worker."""
-    reader, meters = MetricReader(), OnDevice()
+    reader, is_done = MetricReader(), threading.Event()  # the GPU has computed the newest loss
+    meters = SimpleNamespace(latest=lambda: is_done.wait(20) and {"train_loss": 2.5})
     assert [reader.read(meters) for _ in range(3)] == [{}] * 3
-    meters.done.set()
+    is_done.set()
     wait_until(lambda: reader.read(meters) == {"train_loss": 2.5})
-    meters.done.clear()
+    is_done.clear()
     assert [reader.read(meters) for _ in range(3)] == [{"train_loss": 2.5}] * 3
-    meters.done.set()
+    is_done.set()
 
 
 def test_control_threads_can_read_losses_at_the_same_time():

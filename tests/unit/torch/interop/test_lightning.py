@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import EqualBits, TrainingOperator
@@ -475,11 +476,9 @@ def test_workers_average_gradients(process_group):
     )
     averaged = []
 
-    def average(state, bucket):
+    def average(group, bucket):
         averaged.append(bucket.buffer())
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        return allreduce_hook(group, bucket)
 
     (model,) = operator._train_state.models
     model.register_comm_hook(None, average)
