@@ -87,14 +87,13 @@ def test_optimizers_of_keras_have_a_rate_too():
             rate = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.25])
             super().setup({**config, "lr": rate})
 
-    for operator_cls, expected in ((Digits, 0.125), (Decaying, 0.25)):
-        with TFTrainer(
-            training_operator_cls=operator_cls,
-            config={"lr": 0.125, "num_samples": 128, "optimizer": "SGD"},
-            use_local=True,
-            callbacks=[LearningRateLogger()],
-        ) as trainer:
-            assert trainer.train()["lr"] == expected
+    with TFTrainer(
+        training_operator_cls=Decaying,
+        config={"num_samples": 128, "optimizer": "SGD"},
+        use_local=True,
+        callbacks=[LearningRateLogger()],
+    ) as trainer:
+        assert trainer.train()["lr"] == 0.25
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

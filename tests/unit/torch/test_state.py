@@ -151,6 +151,7 @@ MISFITS = [
     ("optimizers", optimizer(), {"param_groups": [3], "state": {}}, "it is not the state of an"),
     ("optimizers", optimizer(groups=[1, 2]), optimizer().state_dict(), "groups have [2] param"),
     ("optimizers", optimizer(groups=[1, 2]), optimizer(groups=[2, 1]).state_dict(), "[2, 1] param"),
+    ("optimizers", optimizer(), optimizer(groups=[2, 1]).state_dict(), "Create all groups"),
     ("optimizers", optimizer(), optimizer(Optim.SGD).state_dict(), SGD_IN_ADAM),
     ("optimizers", optimizer(Optim.SGD), optimizer().state_dict(), "has unknown amsgrad, betas, "),
     ("optimizers", optimizer(), options(lr="0.1"), "in a group, its 'lr' is '0.1'"),
