@@ -28,18 +28,21 @@ def data_creator(config):
     return make_loader(), make_loader(4)
 
 
+def step_lr(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 def test_creators_may_return_single_objects():
     operator_cls = TrainingOperator.from_creators(
         model_creator,
         optimizer_creator,
         data_creator,
         torch.nn.CrossEntropyLoss,
-        lambda optimizer, config: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        lambda optimizer, config: step_lr(optimizer),
     )
     operator = run_operator(operator_cls, {"lr": 0.5}, scheduler_step_freq="epoch")
-    assert operator.models is operator.model
-    assert operator.optimizers is operator.optimizer
-    assert operator.schedulers is operator.scheduler
+    for name in ("model", "optimizer", "scheduler"):
+        assert getattr(operator, f"{name}s") is getattr(operator, name)
     assert isinstance(operator.criterion, torch.nn.CrossEntropyLoss)
     assert operator.optimizer.param_groups[0]["lr"] == 0.5
     assert operator.train_epoch(iter(operator.train_loader))["num_samples"] == 8
@@ -51,15 +54,12 @@ def test_creators_may_return_several_objects():
         lambda config: [torch.nn.Linear(2, 2) for _ in "ab"],
         lambda models, config: tuple(optimizer_creator(model, config) for model in models),
         loss_creator=lambda config: torch.nn.MSELoss(),
-        scheduler_creator=lambda optimizers, config: [
-            torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers
-        ],
+        scheduler_creator=lambda optimizers, config: [*map(step_lr, optimizers)],
     )
     operator = run_operator(operator_cls, scheduler_step_freq="manual")
-    assert len(operator.models) == len(operator.optimizers) == len(operator.schedulers) == 2
-    assert operator.model is operator.models[0]
-    assert operator.optimizer is operator.optimizers[0]
-    assert operator.scheduler is operator.schedulers[0]
+    for name in ("model", "optimizer", "scheduler"):
+        first, _ = getattr(operator, f"{name}s")
+        assert getattr(operator, name) is first
     assert isinstance(operator.criterion, torch.nn.MSELoss)
 
 
