@@ -14,6 +14,7 @@ from tests.faulty import check_epoch, faulty_trainer, fingerprints, order, pids_
 from tests.operators import NUM_SAMPLES
 from tests.shared import Shared
 from tests.unit.callbacks.spy import Spy
+from tests.unit.callbacks.test_checkpoint import steps
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +32,6 @@ def lines(path):
 
 def told(spy):
     return [detail for _, hook, detail in spy.calls if hook == "on_event"]
-
-
-def steps_saved(folder):
-    return sorted(int(path.name[-13:-5]) for path in folder.glob("*.ckpt"))
 
 
 def test_a_loss_in_a_pause_costs_no_sample_and_its_events_reach_callbacks(fresh, tmp_path):
@@ -62,7 +59,7 @@ def test_a_loss_in_a_pause_costs_no_sample_and_its_events_reach_callbacks(fresh,
     assert fresh.kinds == told(spy) == ["lost", "resumed", "grown"]
     assert fresh.events[0].step == 10
     end = trainer.global_step
-    assert steps_saved(tmp_path / "checkpoints") == sorted({*range(5, end, 5), end})
+    assert steps(tmp_path / "checkpoints") == sorted({*range(5, end, 5), end})
     assert spy.hooks[-2:] == ["on_epoch_end", "on_train_end"]
     assert [line["kind"] for line in lines(log)] == [event.kind for event in trainer.events]
     written = lines(log)[-3:]
@@ -98,7 +95,7 @@ def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(fresh):
     assert {point["metrics"]["lr-0"] for point in points} == {0.25}
     assert all(point["metrics"]["grad_norm-0"] > 0 for point in points)
     assert [(entry["lr-0"], entry["lr-1"]) for entry in history] == [(0.25, 1.0)] * 2
-    assert steps_saved(folder) == list(range(8, num_steps + 1, 8))
+    assert steps(folder) == list(range(8, num_steps + 1, 8))
     assert profiler.trace == trainer.logdir / "profile" / "trace-step-00000005.json.gz"
     assert profiler.trace.stat().st_size > 1000
 
