@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raysgd import TrainingOperator
 from raysgd._internal import step_timing
 from raysgd._internal.runner import WorkerContext
+from raysgd.metrics import AverageMeterCollection
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions, TorchSettings
 from tests.operators import Classifier, local, make_model, register_all
@@ -158,15 +159,13 @@ def test_validation_is_in_eval_mode_without_gradients_and_sees_every_batch():
     assert torch.is_grad_enabled()
 
 
-def test_a_validation_that_fails_within_an_epoch_leaves_its_modes_and_metrics(make_trainer):
+def test_a_validation_that_fails_within_an_epoch_leaves_the_modes_of_training(make_trainer):
     modes = []
 
     class Validating(Classifier):
         def train_epoch(self, iterator, *arguments, **named):
-            before = self._train_state.meters
             with pytest.raises(ZeroDivisionError):
                 self.validate(1 // 0 for _ in range(1))
-            assert self._train_state.meters is before
             modes.append(self.model.training)
             return super().train_epoch(iterator, *arguments, **named)
 
@@ -176,6 +175,14 @@ def test_a_validation_that_fails_within_an_epoch_leaves_its_modes_and_metrics(ma
 
     make_trainer(Validating).train(num_steps=1)
     assert modes == [True, True]
+
+
+def test_a_validation_that_fails_leaves_the_metrics_of_an_epoch():
+    operator = run_operator(Classifier)
+    operator._train_state.meters = before = AverageMeterCollection()
+    with pytest.raises(ZeroDivisionError):
+        operator.validate(1 // 0 for _ in range(1))
+    assert operator._train_state.meters is before
 
 
 def test_validation_within_an_epoch_takes_no_time_of_a_step(make_trainer, monkeypatch):
