@@ -37,6 +37,8 @@ class Dispatcher:
     """Why a callback stops ``fit()``."""
     _train_starts: dict[int, ReportedPosition] = field(default_factory=dict)
     """Where calls of train began, by their numbers. Another thread may begin one."""
+    _training: Call | None = None
+    """The call of train that runs, or that pauses for other calls of callbacks."""
 
     def check_open(self, changes_state: bool = False) -> None:
         """Check that the trainer may call its workers, and change the state if `changes_state`."""
@@ -57,6 +59,9 @@ class Dispatcher:
         """Run a call with these options of `Call`, and return the answers by rank."""
         self.check_open(changes_state)
         options = {"max_retries": _MAX_RETRIES, **options}
+        if (training := self._training) is not None:  # a worker may leave during this call
+            options["leaving_metrics_request"] = training.leaving_metrics_request
+            options["history"] = CallHistory(leaving_outcomes=training.history.leaving_outcomes)
         call = Call(request=request, make_replay=self._make_replay, **options)
         return self.controller.run(call)
 
@@ -101,6 +106,7 @@ class Dispatcher:
                 leaving_metrics_request=LeavingMetricsRequest(call_number=number),
                 history=CallHistory(log_points=log_points),
             )
+            self._training = call
             try:
                 while is_paused:
                     on_progress = self.callback_list.notifier("train")
@@ -110,6 +116,7 @@ class Dispatcher:
                     is_paused = isinstance(answers[0], CallbackPause)
                     self.callback_list.notify_pause(at_end=not is_paused)
             finally:
+                self._training = None
                 start = self._train_starts.pop(number, results.position)
                 results.report_bad_steps()
             speed = self.controller.speed.end_interval("train")

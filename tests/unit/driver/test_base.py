@@ -18,6 +18,7 @@ from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.checkpoint.file import CheckpointFile
 from raysgd.cluster.worker import Outcome
 from raysgd.errors import CheckpointError
+from raysgd.loop.requests import StateRequest
 from tests.operators import Adversaries, Classifier
 from tests.unit.elastic.test_log_points import part
 from tests.unit.recorder import Recorder
@@ -63,17 +64,26 @@ def test_metrics_have_the_names_that_users_know(make_trainer):
     assert set(trainer.validate()) == counts | accuracy | {"val_loss", "last_val_loss"}
 
 
-def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch):
-    trainer = make_trainer()
+@pytest.mark.parametrize("in_pause", [False, True])
+def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch, in_pause):
+    class Saving(Callback):
+        def next_pause(self, global_step):
+            return 1 if in_pause and global_step < 1 else None
+
+        def on_pause(self, trainer):
+            trainer.state_dict()
+
+    trainer = make_trainer(callbacks=[Saving()])
     run = trainer._dispatcher.controller.run
 
     def leave(call):
         answers = run(call)
-        call.history.leaving_outcomes += [Outcome("ok", each, Progress()) for each in answers]
+        if call.leaving_metrics_request and isinstance(call.request, StateRequest) == in_pause:
+            call.history.leaving_outcomes.append(Outcome("ok", {"num_samples": 7}, Progress()))
         return answers
 
     monkeypatch.setattr(trainer._dispatcher.controller, "run", leave)
-    assert trainer.train()["num_samples"] == 80
+    assert trainer.train()["num_samples"] == 47
 
 
 def test_train_reaches_train_batch_in_thirteen_frames(make_trainer):
