@@ -220,8 +220,8 @@ class OperatorTrainer(TrainerProperties):
             verbose: print a line for each epoch, and show a bar in a terminal or a notebook.
             max_retries: how often workers may be lost in one epoch.
             info: passed to the operator, as in `train`.
-            max_steps: number of steps at which to end, counted from the very first step. An epoch
-                that ends early is not validated.
+            max_steps: number of steps at which to end, counted from the very first step. Steps are
+                batches, also with accumulation. An epoch that ends early is not validated.
 
         Returns:
             A list with the metrics of each epoch. Its ``stop_reason`` says why `fit` ended early.
