@@ -126,7 +126,13 @@ class Stream(NumberedSamples):
     def __new__(
         cls, *_: Any, group: int | None = None, skip_broken: bool = False, **__: Any
     ) -> Any:
-        kind = GroupedStream if cls is Stream and (group is not None or skip_broken) else cls
+        has_length = group is None and not skip_broken
+        if not (has_length or cls is Stream or issubclass(cls, GroupedStream)):
+            raise TypeError(
+                f"{cls.__name__}(group={group!r}, skip_broken={skip_broken!r}): a subclass of "
+                "Stream has neither. Create a Stream with a transform instead."
+            )
+        kind = GroupedStream if cls is Stream and not has_length else cls
         torch = sys.modules.get("torch.utils.data")
         if torch is not None and kind is GroupedStream:  # a DataLoader asks for the class
             torch.IterableDataset.register(kind)

@@ -407,6 +407,10 @@ def test_mix_is_of_streams_whose_length_is_known(make):
     for other in (Stream(records, group=2), Stream(records, skip_broken=True), range(3)):
         with pytest.raises(TypeError, match=r"must be a Stream without group and skip_broken"):
             mix([Stream(records), other], [1, 1])
+    own = type("Own", (Stream,), {})
+    for arguments in ({"group": 2}, {"skip_broken": True}):
+        with pytest.raises(TypeError, match=r"Own\(.*a subclass of Stream has neither"):
+            own(records, **arguments)
 
 
 def test_order_of_a_mix_depends_on_seed_and_epoch(tmp_path):
