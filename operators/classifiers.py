@@ -119,6 +119,11 @@ class SequenceClassifier(ImageClassifier):
             target = inputs.pop("labels", None)
         else:
             features, target = split_target(batch)
+            if len(features) > 2:
+                raise ValueError(
+                    f"The batch has {len(features) + 1} parts. A tuple is (input_ids, labels) or "
+                    "(input_ids, attention_mask, labels). Return a dict for further inputs."
+                )
             inputs = dict(zip(("input_ids", "attention_mask"), features, strict=False))
         output = self.model(**inputs)
         return getattr(output, "logits", output), _as_classes(target)

@@ -29,6 +29,8 @@ def test_batches_may_be_dicts_or_tuples():
     assert len({round(metrics["val_loss"], 6) for metrics in found}) == 1
     assert operator.train_batch(batches[0], {})["num_samples"] == 3
     assert operator.predict_batch({"input_ids": tokens}, {}).shape == (3, 2)
+    with pytest.raises(ValueError, match=r"has 4 parts.*Return a dict"):
+        operator.train_batch((tokens, mask, mask, labels), {})
 
 
 def test_metrics_are_as_defined():
