@@ -24,6 +24,7 @@ from raysgd.torch.input.loader_copies import clone, with_dataset
 from raysgd.torch.input.orders import seed_all, seeding
 from raysgd.torch.tensors import as_bytes
 
+IterableDataset.register(GroupedStream)  # for one that was created before PyTorch was imported
 _END = "end"
 _SCALARS = {int, float, bool, str, bytes, type(None)}
 

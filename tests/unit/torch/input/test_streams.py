@@ -35,7 +35,7 @@ from raysgd.loop.sources import GeneratorFunction
 from raysgd.torch.input.iterable_reading import checksum
 from raysgd.torch.input.iterable_source import IterableSource
 from raysgd.torch.input.sources import MapStyleSource
-from tests.conftest import examples
+from tests.conftest import examples, run_python
 from tests.operators import Classifier
 from tests.unit.torch.input.test_sources import wrap
 
@@ -628,6 +628,18 @@ def test_files_are_closed_with_the_source(tmp_path, kind):
     assert is_open()
     source.end_processes()  # otherwise, a collected cycle of objects warns of open files
     assert not is_open()
+
+
+def test_groups_are_a_stream_also_if_they_are_older_than_pytorch(tmp_path):
+    (tmp_path / "data.txt").write_text("1")
+    program = (
+        "from raysgd.data import Stream, text\n"
+        f"stream = Stream(text({str(tmp_path / 'data.txt')!r}), group=2)\n"
+        "from raysgd.torch import TrainingOperator\n"
+        "from torch.utils.data import IterableDataset\n"
+        "assert isinstance(stream, IterableDataset)\n"
+    )
+    run_python("-c", program)
 
 
 def test_order_of_loader_processes_does_not_depend_on_the_number_of_workers():
