@@ -24,7 +24,7 @@ or with equal bits. The life of an update, with the hooks of features::
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from raysgd.data.partition import MicroBatchPlan, UpdatePlan
@@ -79,7 +79,7 @@ class Update:
     `before_optimizer_step`   torch/optimization          features clip gradients, or `mark_bad`
     `mark_bad`                torch/features/bad_steps    no step is made, as without items on all
                                                           workers: ``lack_items`` is set
-    `precision.step`          torch/optimization          the optimizer steps, if nothing overflows
+    `OptimizerSteps.make`     torch/optimization          the optimizer steps, if nothing overflows
     `OptimizerSteps.begin`    torch/optimization          ``running_optimizer`` is it, as in
                                                           ``optimizer.step()`` of user code
     `OptimizerSteps.end`      torch/optimization          ``counts`` has the step, even if skipped
@@ -126,7 +126,7 @@ class Update:
         self.is_open, self.is_committing = True, False
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.num_splits = max(self.num_splits, micro_batch.num_splits)
-        self.optimizer_steps.requested = set()
+        self.optimizer_steps.begin_micro_batch()
         self.loss_weights.begin_micro_batch()
 
     @property
@@ -187,18 +187,29 @@ class Update:
     def commit(self) -> None:
         """Make the steps of this update count. `close` follows, after the hooks of features."""
         self.is_open = False
-        for key, count in self.optimizer_steps.counts.items():
-            if count > self.optimizer_steps.max_counts.get(key, count):
-                self.optimizer_steps.max_counts[key] = count
+        self.optimizer_steps.commit()
 
 
 class OptimizerSteps:
-    """Counts the steps of optimizers in an update, and knows the most of any earlier update."""
+    """The steps of optimizers in an update, from the request to the commit.
+
+    ``operator.optimizer_step`` requests a step. Without it, ``optimizer.step()`` of user code is a
+    direct step. The life of both::
+
+        request(optimizer)         # in each micro-batch
+        skip(optimizer)            # in the last one, without items or in a bad step; or else:
+        make(optimizer, function)  # calls the function, which skips the step if it overflows
+            begin(optimizer)       # from now on, the state may change; a direct step begins here
+            end(optimizer)
+        commit()                   # the steps count
+    """
 
     def __init__(self, update: Update) -> None:
         self._update = update
         self.max_counts: dict[int, int] = {}
         """Most steps of an update that counted, at least 1, by the ID of a registered optimizer."""
+        self.num_ended = 0  # in all updates, and after them
+        self.is_requested = False  # the step that runs, and not direct
         self.reset()
 
     def expect(self, optimizers: Sequence[Any]) -> None:
@@ -214,6 +225,9 @@ class OptimizerSteps:
         self.are_skipped = False  # all of them, for lack of items
         self.came_late = False  # after the end of the update
 
+    def begin_micro_batch(self) -> None:
+        self.requested = set()
+
     def request(self, optimizer: Any) -> bool:
         """Record the request of a step. Return False if it is the second in this micro-batch."""
         key = id(optimizer)
@@ -221,17 +235,31 @@ class OptimizerSteps:
         self.requested |= {key}
         return is_first
 
-    def begin(self, optimizer: Any, is_requested: bool = True) -> None:
+    def skip(self, optimizer: Any) -> None:
+        """End a requested step of a registered optimizer that must not step."""
+        if id(optimizer) in self.max_counts:
+            self.end(optimizer)
+
+    def make(self, optimizer: Any, function: Callable[[Any], None]) -> None:
+        """Make a requested step with a function, or skip it if the function makes none."""
+        num_ended, self.is_requested = self.num_ended, True
+        try:
+            function(optimizer)
+        finally:
+            self.is_requested = False
+        if self.num_ended == num_ended:
+            self.skip(optimizer)
+
+    def begin(self, optimizer: Any) -> None:
         """Begin a step of an optimizer, which may change the state from now on."""
         self.running_optimizer = optimizer
-        if not is_requested:  # ``optimizer.step()`` of user code, after which gradients stay
-            self.requested.discard(id(optimizer))
 
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
         weights, self.running_optimizer = self._update.loss_weights, None
         self.are_skipped = weights.lack_items and (self.are_skipped or not self.counts)
         weights.end_step()
+        self.num_ended += 1
         self.came_late = not self._update.is_open
         if not self.came_late:
             self.counts[id(optimizer)] += 1
@@ -239,6 +267,16 @@ class OptimizerSteps:
     def forget_running(self) -> None:
         """Forget the step of an optimizer that raised and has not changed the state."""
         self.running_optimizer = None
+
+    def count_wrapped(self, optimizer: Any) -> None:
+        """Count a step of an optimizer whose wrapper does not step."""
+        self.num_ended += 1
+        self.counts[id(optimizer)] += 1
+
+    def commit(self) -> None:
+        """Count the steps of this update for `max_counts`."""
+        if (found := self.counts) != self.max_counts:
+            self.max_counts = {k: max(n, found.get(k, 0)) for k, n in self.max_counts.items()}
 
     @property
     def need_backup(self) -> bool:

@@ -62,9 +62,6 @@ class Optimization(UpdateFeature):
     def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
         self._train_state, self._checks = train_state, checks
         self._accumulated = AccumulatedGradients()
-        self._in_optimizer_step = False  # and not in ``optimizer.step()`` of user code
-        self._newest_finished: torch.optim.Optimizer | None = None  # since `step` began
-        self._has_stepped = False  # an optimizer, or one that it wraps
         self._loss_weight = 1.0  # of the newest loss
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
@@ -143,18 +140,14 @@ class Optimization(UpdateFeature):
             self._train_state.exchange.take_gradients(optimizer)
             self._accumulated.set_aside(parameters_of(optimizer))
             return False
-        self._in_optimizer_step, self._newest_finished = True, None
-        try:
-            self._train_state.exchange.complete_gradients(optimizer)
-            if not update.loss_weights.lack_items:
-                for feature in self._train_state.features_with["before_optimizer_step"]:
-                    feature.before_optimizer_step(update, optimizer)
-                if update.bad_step is None:
-                    self._train_state.precision.step(optimizer)
-        finally:
-            self._in_optimizer_step = False
-        if self._newest_finished is not optimizer:  # no items, an overflow, or a bad step
-            self._finish_step(optimizer)
+        self._train_state.exchange.complete_gradients(optimizer)
+        if not update.loss_weights.lack_items:
+            for feature in self._train_state.features_with["before_optimizer_step"]:
+                feature.before_optimizer_step(update, optimizer)
+        if update.loss_weights.lack_items or update.bad_step is not None:
+            update.optimizer_steps.skip(optimizer)
+        else:
+            update.optimizer_steps.make(optimizer, self._train_state.precision.step)
         optimizer.zero_grad(set_to_none=True)
         if update.loss_weights.num_earlier:
             for parameter in parameters_of(optimizer):
@@ -167,15 +160,15 @@ class Optimization(UpdateFeature):
         update, exchange = self._train_state.update, self._train_state.exchange
         if update.is_warm_up:
             raise WarmedUp
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not self._in_optimizer_step:
+        closure = args[1] if args[1:] else kwargs.get("closure")
+        if not update.optimizer_steps.is_requested:
             self._train_state.timing.begin(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.complete_gradients(optimizer)
                 if update.loss_weights.lack_items:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
-        update.optimizer_steps.begin(optimizer, is_requested=self._in_optimizer_step)
+        update.optimizer_steps.begin(optimizer)
         if closure is None:
             return args, kwargs
 
@@ -195,18 +188,16 @@ class Optimization(UpdateFeature):
         return args[:1], {**kwargs, "closure": averaging}
 
     def _finish_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self._train_state.optimizers:
-            self._has_stepped, self._newest_finished = True, optimizer
-            self._train_state.update.optimizer_steps.end(optimizer)
-            if not self._in_optimizer_step:
-                self._train_state.timing.begin(OTHER)
+        steps = self._train_state.update.optimizer_steps
+        steps.end(optimizer)
+        if not steps.is_requested:
+            self._train_state.timing.begin(OTHER)
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._has_stepped = True
         steps = self._train_state.update.optimizer_steps
         if steps.running_optimizer is None:  # in a method such as SAM's
             self._checks.check_direct_step(optimizer)
-            steps.counts[id(optimizer)] += 1
+            steps.count_wrapped(optimizer)
         self._train_state.exchange.complete_gradients(optimizer)
 
     # ---- the end of an update, and of a call
@@ -224,8 +215,9 @@ class Optimization(UpdateFeature):
         self._zero_gradients()
 
     def end_call(self) -> None:
-        if self._train_state.position.global_step and not self._has_stepped:
-            self._train_state.settings.warn_once(
+        train_state = self._train_state
+        if train_state.position.global_step and not train_state.update.optimizer_steps.num_ended:
+            train_state.settings.warn_once(
                 "no step",
                 "No registered optimizer has made a step, so nothing is trained. Call self."
                 "backward(loss) and self.optimizer_step(optimizer) in train_batch.",

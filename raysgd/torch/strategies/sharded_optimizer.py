@@ -204,7 +204,7 @@ class OptimizerShards(UpdateFeature):
         self._restore_params()
         for piece in self._pieces:
             piece.version = max(piece.version, self._version + 1)
-        if id(self.optimizer) in self._train_state.update.optimizer_steps.requested:
+        if self._train_state.update.optimizer_steps.is_requested:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self.apply_updates()

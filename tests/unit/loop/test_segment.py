@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd._internal.runner import WorkerContext
+from raysgd.data.partition import MicroBatchPlan
 from raysgd.data.source import BatchSource
 from raysgd.loop.loop_control import LoopControl, StepInterruptedError
 from raysgd.loop.segment import Segment
+from raysgd.loop.update import Update
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchSettings
@@ -75,6 +77,27 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         if fails_in_another:
             train_state.update.optimizer_steps.begin(optimizer)
         assert rest_after_error(steps) == rest
+
+
+def test_a_requested_step_counts_once_also_if_it_is_skipped_and_not_if_it_raises():
+    update, optimizer = Update(), object()
+    steps = update.optimizer_steps
+    steps.expect([optimizer])
+    update.begin_micro_batch(MicroBatchPlan())
+
+    def step(optimizer):
+        assert steps.is_requested
+        steps.begin(optimizer)
+        steps.end(optimizer)
+
+    for function in (step, lambda optimizer: None):
+        steps.make(optimizer, function)
+        steps.skip(object())  # not registered
+    assert [*steps.counts.values()] == [2]
+    with pytest.raises(ZeroDivisionError):
+        steps.make(optimizer, lambda optimizer: 1 / 0)
+    assert [*steps.counts.values()] == [2]
+    assert not steps.is_requested
 
 
 def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
