@@ -82,14 +82,13 @@ class TensorflowBackend(CollectiveBackend):
     def interrupt(self) -> None:
         if "tensorflow.python.eager.context" not in sys.modules:
             return
-        from tensorflow.python.eager.context import context
-        from tensorflow.python.framework import errors_impl
+        from tensorflow.python.eager.context import context  # no public API ends collectives
 
         # Without collectives between workers, aborting would wait for an executor.
         if context()._collective_ops_server_def is not None:
-            context().abort_collective_ops(
-                errors_impl.UNAVAILABLE, "Collective interrupted by the driver."
-            )
+            from tensorflow.errors import UNAVAILABLE
+
+            context().abort_collective_ops(UNAVAILABLE, "Collective interrupted by the driver.")
 
     def teardown(self) -> None:
         os.environ.pop("TF_CONFIG", None)

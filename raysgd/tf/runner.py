@@ -46,15 +46,15 @@ class KerasRunner(OperatorRunner):
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import keras
             import tensorflow as tf
-            from keras.src.backend.common import global_state
 
+            from raysgd.tf.private_keras import get_global_attribute, set_global_attribute
             from raysgd.tf.state_access import KerasStateAccess
 
         # dtype_policy() would set a missing policy, and set_floatx in `setup` would come too late.
-        policy = global_state.get_global_attribute("dtype_policy")
+        policy = get_global_attribute("dtype_policy")
         restore = self.restoring.callback
         restore(keras.config.set_floatx, keras.config.floatx())
-        restore(global_state.set_global_attribute, "dtype_policy", policy)
+        restore(set_global_attribute, "dtype_policy", policy)
         restore(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
         options = self._options
         if options.use_gpu and not tf.config.list_physical_devices("GPU"):
@@ -84,6 +84,7 @@ def build_operator(
     import tensorflow as tf
 
     from raysgd.tf.keras import policy_name
+    from raysgd.tf.private_keras import get_random_seed
     from raysgd.tf.registration import build_registered
     from raysgd.tf.train_state import KerasTrainState
 
@@ -93,7 +94,7 @@ def build_operator(
     tf.random.set_seed(settings.options.seed % 2**31)
     train_state = KerasTrainState(settings)
     operator = create_operator(operator_cls, config, train_state)
-    if (seed := keras.src.utils.rng_utils.get_random_seed()) is not None:  # not public
+    if (seed := get_random_seed()) is not None:
         train_state.data.reseed(seed)  # also the order of arrays, as in fit()
     train_state.attributes = vars(operator)
     build_registered(train_state)

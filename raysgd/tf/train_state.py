@@ -7,8 +7,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state  # Keras 3.15 has no public API for this
-from keras.src.random.seed_generator import global_seed_generator
 
 from raysgd._internal.nested import try_copy
 from raysgd._internal.runner import WorkerContext
@@ -18,6 +16,7 @@ from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import options_of, trainable_flags
 from raysgd.tf.losses import BatchLosses, compiled_objects
 from raysgd.tf.options import KerasSettings
+from raysgd.tf.private_keras import get_global_attribute, global_seed_generator
 from raysgd.tf.sources import KerasSources
 from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
 
@@ -138,7 +137,7 @@ class KerasRandomGenerators(RandomGenerators):
         state = super().state()
         for name, seeds in self._seeds().items():
             state[name] = [np.array(variable.numpy()) for variable in seeds]
-        if (shared := global_state.get_global_attribute("global_seed_generator")) is not None:
+        if (shared := get_global_attribute("global_seed_generator")) is not None:
             state["keras_global"] = np.array(shared.state.numpy())
         return state
 

@@ -72,3 +72,12 @@ def test_a_decision_lists_the_private_names_of_libraries():
     for names, paths in re.findall(r"^\| (`.*?) \| (`.*?) \|", table, re.M):
         of_row = "".join(code[f"raysgd/{path}"] for path in re.findall("`([^`]+)`", paths))
         assert [name for name in re.findall("`([^`]+)`", names) if name not in of_row] == []
+
+
+def test_one_file_imports_a_private_module_of_keras_or_tensorflow():
+    homes = {
+        "keras.src": "raysgd/tf/private_keras.py",
+        "tensorflow.python": "raysgd/comm/tensorflow.py",
+    }
+    for module, home in homes.items():
+        assert [name for name, text in files().items() if module in text] == [home]

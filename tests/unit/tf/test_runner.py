@@ -1,5 +1,6 @@
 """The runner of a Keras operator: random numbers, copies of the state, and failed steps."""
 
+import importlib
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from raysgd import TFTrainer  # noqa: E402
 from raysgd._internal.runner import WorkerContext  # noqa: E402
 from raysgd.elastic.config import ElasticConfig  # noqa: E402
 from raysgd.loop.requests import TrainRequest  # noqa: E402
-from raysgd.tf import TrainingOperator  # noqa: E402
+from raysgd.tf import TrainingOperator, private_keras  # noqa: E402
 from raysgd.tf.options import KerasOptions  # noqa: E402
 from raysgd.tf.runner import KerasRunner  # noqa: E402
 from raysgd.tf.train_state import KerasRandomGenerators  # noqa: E402
@@ -246,3 +247,9 @@ def test_a_loaded_state_draws_the_same_numbers(tmp_path, caplog):
         for generators in state["data"]["rng"]:  # as an old version saved it
             del generators["keras_models"], generators["keras_global"]
         trainer.load_state_dict(state)
+
+
+def test_an_error_names_the_version_of_keras_that_lacks_a_private_function(monkeypatch):
+    monkeypatch.delattr("keras.src.utils.rng_utils.get_random_seed")
+    with pytest.raises(ImportError, match=rf"Keras {keras.__version__}: .*get_random_seed"):
+        importlib.reload(private_keras)
