@@ -48,6 +48,16 @@ def test_validation_does_not_communicate(process_group, monkeypatch):
     assert wrapped.require_forward_param_sync
 
 
+def test_an_error_names_the_private_method_that_a_version_of_pytorch_lacks(
+    process_group, monkeypatch
+):
+    monkeypatch.delattr(DistributedDataParallel, "_post_forward")
+    with pytest.raises(
+        RuntimeError, match=rf"PyTorch {re.escape(torch.__version__)}: .*no _post_f"
+    ):
+        ReplicatedModel(torch.nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
