@@ -74,7 +74,7 @@ class BaseTrainable(Trainable):
         self.trainer = self._create_trainer(config)
         apply = self.trainer.apply_all_operators
         self._has_validation = apply(has_validation_loader)[0]
-        self._initial_options = apply(lambda op: op._train_state.initial_hyperparameters())[0]
+        self._initial_options = apply(lambda op: op._initial_hyperparameters())[0]
 
     def _create_trainer(self, config: dict[str, Any]) -> Any:
         arguments = self.trainer_arguments(config)
@@ -105,8 +105,7 @@ class BaseTrainable(Trainable):
         now = self._initial_options
         then = json.loads(saved.read_text()) if saved.exists() else now
         if then != now:
-            apply = self.trainer.apply_all_operators
-            apply(lambda operator: operator._train_state.rescale_hyperparameters(then, now))
+            self.trainer.apply_all_operators(lambda op: op._rescale_hyperparameters(then, now))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()

@@ -82,7 +82,7 @@ class LearningRateLogger(_MeasuringCallback):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        return dict(trainer.apply_all_operators(lambda op: op._train_state.learning_rates())[0])
+        return dict(trainer.apply_all_operators(lambda op: op._learning_rates())[0])
 
 
 class ModelSummary(Callback):
@@ -94,7 +94,7 @@ class ModelSummary(Callback):
 
 def _summary(operator: Any) -> str:
     """Return a table of an operator's models. Runs on the worker."""
-    models = operator._train_state.registered_models
+    models = operator._registered_models
     lines: list[str] = []
     if not hasattr(operator, "unwrapped"):  # of Keras
         for model in models:

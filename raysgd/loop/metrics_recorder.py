@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.progress import LogPoint
@@ -76,7 +76,7 @@ class MetricsRecorder:
         train_state, call = self._train_state, self._train_state.call
         metrics: Any = None
         if results := self._segment_metrics(is_leaving, since=call.last_log_step):
-            metrics = merge_segments(results) | train_state.optimizer_metrics()
+            metrics = merge_segments(results) | _optimizer_metrics(train_state)
             if not train_state.context.in_driver:
                 metrics = pack(metrics)
         elif is_leaving:
@@ -113,6 +113,29 @@ class MetricsRecorder:
             for key, phase in (_PROFILED.items() if num_steps else ())
         }
         return {**result, "profile": means | timers.stats()} if timers.enabled else result
+
+
+def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
+    """Return the learning rates, under the names of `LearningRateLogger`."""
+    rates = {}
+    for number, optimizer in enumerate(optimizers):
+        name = "lr" if len(optimizers) == 1 else f"lr-{number}"
+        groups = getattr(optimizer, "param_groups", None) or [{"lr": optimizer.learning_rate}]
+        for index, group in enumerate(groups):
+            # In Keras with several workers, float() rejects the variable.
+            rate = group["lr"].numpy() if hasattr(group["lr"], "assign") else group["lr"]
+            rates[name if len(groups) == 1 else f"{name}/group{index}"] = float(rate)
+    return rates
+
+
+def _optimizer_metrics(train_state: TrainState) -> dict[str, float]:
+    """Return the metrics of the optimizers for a logged step."""
+    optimizers, metrics = train_state.optimizers, learning_rates(train_state.optimizers)
+    for number, optimizer in enumerate(optimizers):
+        if (norm := train_state.gradient_norms.get(id(optimizer))) is not None:
+            name = "grad_norm" if len(optimizers) == 1 else f"grad_norm-{number}"
+            metrics[name] = float(norm)
+    return metrics
 
 
 class MetricReader:

@@ -11,6 +11,7 @@ from raysgd._internal.arguments import check_number
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import try_copy
 from raysgd._internal.timers import TimerCollection
+from raysgd.loop.metrics_recorder import learning_rates
 from raysgd.loop.segment import Segment, allow_split
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.update import MicroBatchMetrics
@@ -203,6 +204,17 @@ class OperatorBase:
                 train_state.meters = before
         return meters.summary()
 
+    # ---- for callbacks and trials
+
+    _registered_models: list[Any] = forward_to("_train_state.registered_models")
+    _initial_hyperparameters: Callable[[], Any] = forward_to("_train_state.initial_hyperparameters")
+    _rescale_hyperparameters: Callable[..., None] = forward_to(
+        "_train_state.rescale_hyperparameters"
+    )
+
+    def _learning_rates(self) -> dict[str, float]:
+        return learning_rates(self._train_state.optimizers)
+
     # ---- for subclasses
 
     def _begin_epoch(self, num_steps: int | None) -> None:
@@ -258,8 +270,8 @@ class OperatorBase:
 
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""
-        state, kind = self._train_state, type(self).__name__
-        registered = {"models": state.registered_models, "optimizers": state.optimizers}
+        models, optimizers = self._registered_models, self._train_state.optimizers
+        registered, kind = {"models": models, "optimizers": optimizers}, type(self).__name__
         for what, objects in registered.items():
             if len(objects) > 1:
                 raise RuntimeError(

@@ -215,27 +215,6 @@ class TrainState(ABC):
             for of_micro_batch in metrics:
                 self.meters.update(*of_micro_batch)
 
-    def learning_rates(self) -> dict[str, float]:
-        """Return the learning rates of the optimizers, under the names of `LearningRateLogger`."""
-        rates = {}
-        for number, optimizer in enumerate(self.optimizers):
-            name = "lr" if len(self.optimizers) == 1 else f"lr-{number}"
-            groups = getattr(optimizer, "param_groups", None) or [{"lr": optimizer.learning_rate}]
-            for index, group in enumerate(groups):
-                # In Keras with several workers, float() rejects the variable.
-                rate = group["lr"].numpy() if hasattr(group["lr"], "assign") else group["lr"]
-                rates[name if len(groups) == 1 else f"{name}/group{index}"] = float(rate)
-        return rates
-
-    def optimizer_metrics(self) -> dict[str, float]:
-        """Return the metrics of the optimizers for a logged step."""
-        metrics = self.learning_rates()
-        for number, optimizer in enumerate(self.optimizers):
-            if (norm := self.gradient_norms.get(id(optimizer))) is not None:
-                name = "grad_norm" if len(self.optimizers) == 1 else f"grad_norm-{number}"
-                metrics[name] = float(norm)
-        return metrics
-
     def end_epoch(self) -> None:
         self.position.epoch, self.position.offset = self.position.epoch + 1, 0
         for feature in self.features:

@@ -61,10 +61,13 @@ class TorchTrainState(TrainState):
         """Whether every worker has all parameters."""
         return all(map(self.placement.is_unsharded, self.models))
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def save_modes(self) -> None:
         modules = (module for model in self.models for module in model.modules())
         self.saved_modes = self.saved_modes or [(m, m.training) for m in modules]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.save_modes()
         with super().evaluating():
             yield
 

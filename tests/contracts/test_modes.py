@@ -81,3 +81,11 @@ def test_one_file_imports_a_private_module_of_keras_or_tensorflow():
     }
     for module, home in homes.items():
         assert [name for name, text in files().items() if module in text] == [home]
+
+
+def test_no_satellite_reaches_into_the_training_state_of_an_operator():
+    folder = re.compile(
+        r"(raysgd/)?(callbacks|cli|operators|testing|torch/interop|train|trials|tune)\b"
+    )
+    reach = re.compile(r"(?<!\bself)\._train_state\b")
+    assert [n for n, text in files().items() if folder.match(n) and reach.search(text)] == []

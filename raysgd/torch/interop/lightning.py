@@ -167,6 +167,18 @@ class LightningMethods(_Base):  # type: ignore[misc]
             module.trainer = None
             stand_in.pop_logged()  # of a batch that failed
 
+    @property
+    def _num_stepped(self) -> Any:
+        """The global step, with a step of the optimizer in the current update."""
+        return self.global_step + self._train_state.update.should_commit(True)
+
+    @property
+    def _running_epoch(self) -> int:
+        """The current epoch. In Lightning, an epoch ends after its validation."""
+        position = self._train_state.position
+        is_over = self._stand_in.validating and position.epoch > 0 and position.offset == 0
+        return int(position.epoch - is_over)
+
     # ---- training
 
     def train_epoch(
@@ -261,8 +273,8 @@ class LightningMethods(_Base):  # type: ignore[misc]
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        module, state = self.module, self._train_state
-        state.saved_modes = state.saved_modes or [(m, m.training) for m in module.modules()]
+        module = self.module
+        self._train_state.save_modes()
         with torch.no_grad(), self._attach_trainer(validating=True) as stand_in:
             self.train_mode(False)
             module.on_validation_start()

@@ -61,16 +61,8 @@ class TrainerStandIn:
     num_devices: int = forward_to("_operator.world_size")
     is_global_zero = property(lambda self: self.global_rank == 0)
 
-    @property
-    def global_step(self) -> Any:  # counts a step of the optimizer immediately
-        return self._operator.global_step + self._operator._train_state.update.should_commit(True)
-
-    @property
-    def current_epoch(self) -> int:
-        position = self._operator._train_state.position
-        # In Lightning, an epoch ends after its validation.
-        is_over = self.validating and position.epoch > 0 and position.offset == 0
-        return int(position.epoch - is_over)
+    global_step: int = forward_to("_operator._num_stepped")
+    current_epoch: int = forward_to("_operator._running_epoch")
 
     def log(
         self,
