@@ -34,7 +34,6 @@ class ReportedPosition(NamedTuple):
 class BarStatus(NamedTuple):
     """What a progress bar shows. `Supervisor` reads it, and passes it to callbacks."""
 
-    epoch: int = 0
     global_step: int = 0
     num_batches: int = 0  # as `ReportedPosition.num_batches`
     total_batches: int | None = None  # None if unknown

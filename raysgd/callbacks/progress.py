@@ -72,12 +72,11 @@ class ProgressBar(Callback):
         self._logs_above = contextlib.ExitStack()
 
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BarStatus]) -> None:
-        epoch = progress[0].epoch if progress else trainer.epoch
         label = kind
         if trainer.is_fitting:
-            label = f"{_position_in_run(trainer, epoch)}, validation"
+            label = f"{_position_in_run(trainer, trainer.epoch)}, validation"
             if kind == "train":
-                label = _position_in_run(trainer, epoch + 1)
+                label = _position_in_run(trainer, trainer.num_completed_epochs + 1)
         if self._kind != kind:
             self._begin(trainer, kind, label)
         if not progress:

@@ -59,6 +59,9 @@ class TrainerProperties:
         "_results.epoch",
         "The current or just finished epoch, counted from 1. 0 before the first epoch.",
     )
+    num_completed_epochs: int = forward_to(
+        "_results.position.epoch", "Number of epochs that were trained to their end."
+    )
     global_step: int = forward_to(
         "_results.position.global_step", "Finished training steps of all calls."
     )

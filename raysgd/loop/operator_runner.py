@@ -144,7 +144,6 @@ class OperatorRunner(Runner, ABC):
             epoch_samples=source.epoch_samples,
         )
         bar = progress.BarStatus(
-            epoch=position.epoch,
             global_step=position.global_step,
             num_batches=position.num_batches,
             total_batches=None if running is None else running.total_steps,

@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 class FakeTrainer:
     """The attributes of a trainer that a progress bar reads."""
 
-    epoch = 1
+    epoch = num_completed_epochs = 1
     num_workers = 2
     max_workers = 3
     global_step = 100
@@ -247,9 +247,11 @@ def test_line_of_an_epoch_says_what_lost_workers_did_not_measure(terminal, lost_
 
 def test_line_of_the_epoch_replaces_the_bar_in_fit(make_trainer, terminal):
     trainer = make_trainer()
+    trainer.train(num_steps=3)  # of 5: the rest of the first epoch follows
     trainer.fit(2)
     text = terminal.getvalue()
     assert "epoch 2/2, validation" in text
+    assert "epoch 2/2" not in text.partition("epoch 1/2, validation")[0]
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     assert [line.split("  ")[0] for line in lines if line] == ["epoch 1/2", "epoch 2/2"]
     module.sys.stderr = None  # as in a service
@@ -261,7 +263,7 @@ def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
     trainer.num_epochs, trainer.is_fitting = 8, True
     bar.on_progress(trainer, "train", [])
     losses = {"loss_g": 0.5, "loss_d": 1.5}
-    bar.on_progress(trainer, "train", [BarStatus(epoch=1, num_batches=2, latest_metrics=losses)])
+    bar.on_progress(trainer, "train", [BarStatus(num_batches=2, latest_metrics=losses)])
     text = terminal.getvalue()
     assert "epoch 2/8" in text
     assert "loss_g=0.5, loss_d=1.5" in text
