@@ -32,17 +32,9 @@ from raysgd.loop.operator_base import OperatorBase
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.creators import TorchCreators
 from raysgd.torch.feature_list import OperatorFeatures
-from raysgd.torch.input.batches import (
-    ParsedBatch,
-    accuracy_of,
-    has_masked_labels,
-    loss_of,
-    move_to_device,
-    parse_batch,
-    scores_in,
-)
+from raysgd.torch.input.batches import ParsedBatch, has_masked_labels, move_to_device, parse_batch
+from raysgd.torch.losses import accuracy_of, as_count, count_of, ignored_index, loss_of, scores_in
 from raysgd.torch.modules import user_module
-from raysgd.torch.optimization import as_count, count_of, ignored_index
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState

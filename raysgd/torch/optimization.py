@@ -1,4 +1,4 @@
-"""From losses to the steps of optimizers. Counts of losses that are not means over samples.
+"""From losses to the steps of optimizers.
 
 ``train_batch`` has two ways to an update:
 
@@ -17,14 +17,11 @@ Both pass the hooks of the optimizer that `Optimization.register_hooks` register
 raises the errors.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import CrossEntropyLoss, NLLLoss, functional
 
-from raysgd._internal.arguments import check_number
 from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import UpdateFeature
@@ -32,22 +29,9 @@ from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.segment import Segment
 from raysgd.loop.update import Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
-from raysgd.torch.input.batches import IGNORED, ONE_ELEMENT
-from raysgd.torch.modules import user_module
+from raysgd.torch.losses import ONE_ELEMENT, as_count
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
 from raysgd.torch.train_state import TorchTrainState
-
-_LOSS_MODULES = ("torch.nn.modules.loss", "torch.nn.functional")
-_CLASS_LOSSES = (
-    CrossEntropyLoss.forward,
-    NLLLoss.forward,
-    functional.cross_entropy,
-    functional.nll_loss,
-)
-_COUNTS_IGNORED = (
-    "The loss ignores targets of %d, but raysgd counts all samples, so batches with fewer targets "
-    "weigh too much. Override num_items(batch), and return the number of the other targets."
-)
 
 
 class Optimization(UpdateFeature):
@@ -285,59 +269,3 @@ def _zero_gradients_of(loss: torch.Tensor) -> None:
         seen.add(node)
         node.register_hook(zeros)
         nodes += [parent for parent, _ in node.next_functions]
-
-
-# ---- counts of losses
-
-
-def _function_and_settings(criterion: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the function that computes a loss, and a function that returns its settings."""
-    if isinstance(criterion, functools.partial):
-        return criterion.func, criterion.keywords.get
-    if isinstance(criterion, torch.nn.Module):
-        module = user_module(criterion)
-        return type(module).forward, lambda name, default=None: getattr(module, name, default)
-    return criterion, lambda name, default=None: default
-
-
-def ignored_index(criterion: Any) -> int:
-    index = _function_and_settings(criterion)[1]("ignore_index")
-    return index if isinstance(index, int) else IGNORED
-
-
-def count_of(
-    criterion: Any, target: Any, num_samples: float, train_state: TorchTrainState
-) -> LossCount:
-    """Return the count of a loss. Other losses than those of PyTorch are means over samples.
-
-    Cross entropies leave out targets, and count the others by the weights of their classes. To
-    exchange counts costs time, so plain classes count as samples, unless a data set is known to
-    have targets to leave out.
-    """
-    function, setting = _function_and_settings(criterion)
-    is_sum = setting("reduction") == "sum" and getattr(function, "__module__", "") in _LOSS_MODULES
-    count = LossCount(None, num_samples, is_sum)
-    if function not in _CLASS_LOSSES or setting("reduction", "mean") != "mean":
-        return count
-    if not isinstance(target, torch.Tensor) or target.is_floating_point():
-        return count  # class probabilities
-    index, weight = setting("ignore_index", IGNORED), setting("weight")
-    is_plain = weight is None and index == IGNORED and target.dim() < 2
-    if is_plain and not train_state.data.ignores_targets:
-        step, trains = train_state.position.global_step, torch.is_grad_enabled()
-        waits = target.device.type != "cpu" and trains and step & (step - 1)
-        if waits or not bool((target == index).any()):
-            return count
-        if trains:
-            train_state.settings.warn_once("ignored", _COUNTS_IGNORED, index, anywhere=True)
-            return count
-    counted = target[target != index]
-    num_items = counted.numel() if weight is None else weight[counted].sum()
-    return count._replace(num_items=float(num_items))
-
-
-def as_count(count: Any, caller: str = "backward", name: str = "num_items") -> float:
-    """Return a number, or a tensor of one element, as a float. Errors have the other arguments."""
-    value = count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count
-    check_number(caller, name, value)
-    return float(value)

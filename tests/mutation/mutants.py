@@ -19,7 +19,7 @@ AREAS = {
     "cluster": ["raysgd/cluster"],
     "loop": ["raysgd/loop", "raysgd/data"],
     "torch/sources": ["raysgd/torch/input/sources.py", "raysgd/torch/input/orders.py"],
-    "torch/optimization": ["raysgd/torch/optimization.py"],
+    "torch/optimization": ["raysgd/torch/optimization.py", "raysgd/torch/losses.py"],
     "strategies": ["raysgd/torch/strategies"],
     "comm": ["raysgd/comm", "raysgd/backends.py"],
     "checkpoint": ["raysgd/checkpoint"],

@@ -1,4 +1,4 @@
-"""Interpret batches and model outputs for the default methods of an operator."""
+"""Interpret batches for the default methods of an operator."""
 
 import copy
 import dataclasses
@@ -12,13 +12,11 @@ import torch
 from torch.utils.data import default_collate
 
 from raysgd._internal.nested import describe, named_values
-from raysgd.metrics import Sums, ratio
 from raysgd.torch.modules import user_module
 from raysgd.torch.tensors import tensors_in
 
 IGNORED = -100
 """The default of ``ignore_index`` of losses in PyTorch."""
-ONE_ELEMENT = "It must be a tensor of one element, such as loss.mean(), not reduction='none'."
 
 
 class ParsedBatch(NamedTuple):
@@ -160,73 +158,6 @@ def _unclear_batch_error(batch: Any, model: torch.nn.Module) -> TypeError:
     )
 
 
-# ---- from an output to a loss and metrics
-
-
-def loss_of(operator: Any, output: Any, batch: ParsedBatch) -> Any:
-    if batch.target is None or getattr(operator, "criterion", None) is None:
-        if (own := _own_loss(output)) is not None:
-            return own
-        if batch.target is None:
-            raise TypeError(
-                f"The output {describe(output)} has no loss, and the batch has no target: "
-                f"forward takes all of {describe(dict(batch.keywords))}. Return an output with "
-                ".loss, add a target to the batch that forward does not take, or override "
-                "train_batch."
-            )
-    method = "train_batch" if torch.is_grad_enabled() else "validate_batch"
-    criterion = operator._get_single("criterion", method)
-    # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
-    modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
-    if modules & {"torch.nn.modules.loss", "torch.nn.functional"}:
-        scores = scores_in(output)
-        if scores is not output and torch.is_grad_enabled():
-            _refuse_auxiliary(output, scores)
-        output = scores
-    loss = criterion(output, batch.target)
-    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-        raise ValueError(f"The loss is {describe(loss)}. {ONE_ELEMENT}")
-    return loss
-
-
-def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:
-    """Raise an error for other trained parts that are auxiliary by their name or shape."""
-    own = [*getattr(output, "_fields", ()), *getattr(output, "__dict__", ())]
-    unused = [
-        name
-        for name in named_values(output) or own
-        if (part := _tensor_in(output, name)) is not None and part is not scores
-        if part.requires_grad and (name.startswith("aux") or part.shape == scores.shape)
-    ]
-    if unused:
-        raise TypeError(
-            f"The output {type(output).__name__} has logits and {', '.join(unused)}, but a loss of "
-            "PyTorch receives only the logits. Register a criterion of your own, a function of "
-            "(output, target) that adds all losses, or create the model without auxiliary outputs."
-        )
-
-
-def _own_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss in a model's output: ``loss``, or a number at the start of a tuple."""
-    first = output[0] if isinstance(output, tuple) and output else None
-    if isinstance(first, torch.Tensor) and first.dim() == 0:
-        return first
-    return _tensor_in(output, "loss")
-
-
-def scores_in(output: Any) -> Any:
-    """Return the ``logits`` of an output, or the output itself."""
-    logits = _tensor_in(output, "logits")
-    return output if logits is None else logits
-
-
-def _tensor_in(output: Any, name: str) -> torch.Tensor | None:
-    if isinstance(output, torch.Tensor):
-        return None
-    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    return value if isinstance(value, torch.Tensor) else None
-
-
 def has_masked_labels(batch: Any) -> bool:
     """Return whether labels are -100, which losses ignore."""
     if (named := named_values(batch)) is not None:
@@ -235,26 +166,3 @@ def has_masked_labels(batch: Any) -> bool:
         labels = list(batch[-1:]) if isinstance(batch, tuple | list) else []
     integers = [t for t in labels if isinstance(t, torch.Tensor) and not t.is_floating_point()]
     return any(bool((tensor == IGNORED).any()) for tensor in integers)
-
-
-def accuracy_of(output: Any, target: Any, ignored: int) -> torch.Tensor | Sums | None:
-    """Return the fraction of positions whose argmax along dimension 1 equals the target.
-
-    Targets that are `ignored` or negative do not count. None if the output is not (batch, classes,
-    ...), or the target does not hold class indices.
-    """
-    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
-        return None
-    has_classes = output.dim() > 1 and output.shape[1] > 1 and output.is_floating_point()
-    if not has_classes or target.is_floating_point() or target.is_complex():
-        return None
-    batch, _, *rest = output.shape
-    if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
-        return None
-    hits = output.argmax(dim=1).reshape(target.shape) == target
-    counts = (target >= 0) & (target != ignored)
-    if counts.all():
-        return hits.double().mean()
-    num_positions = target.numel() / batch  # the weight of a sample is 1
-    total = (hits & counts).sum() / num_positions
-    return Sums(ratio, total=total, weight=counts.sum() / num_positions)

@@ -7,7 +7,7 @@ import pytest
 from raysgd.data.partition import MicroBatchPlan, UpdatePlan
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.update import Update
-from raysgd.torch.optimization import as_count
+from raysgd.torch.losses import as_count
 
 
 def test_the_usual_update_needs_no_correction_of_gradients():

@@ -9,7 +9,7 @@ import torch
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
-from raysgd.torch.input.batches import scores_in
+from raysgd.torch.losses import scores_in
 from tests.operators import register_with_sgd
 
 FEATURES, TARGET = (
