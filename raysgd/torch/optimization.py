@@ -13,11 +13,12 @@ clipping, unscaling   `before_optimizer_step`      by user code
 step                  ``optimizer_step``           ``optimizer.step()``
 ====================  ===========================  ===================================
 
-Both pass the hooks of the optimizer that `Optimization.register_hooks` registers. `StepChecks`
-raises the errors.
+Both pass the hooks of the optimizer that `Optimization.register_hooks` registers. `OptimizerSteps`
+records each step, and `StepChecks` raises the errors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,25 +47,9 @@ class Optimization(UpdateFeature):
     def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
         self._train_state, self._checks = train_state, checks
         self._accumulated = AccumulatedGradients()
-        self._loss_weight = 1.0  # of the newest loss
+        self._loss_weight = 1.0  # of the newest loss, which a closure may compute
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
-
-    def register_hooks(self) -> None:
-        """Register the hooks of optimizers.
-
-        The hooks of user code and of Horovod come first, because they may reject a step. Those of
-        `StatePlacement.begin_sharding` come last.
-        """
-        optimizers, num_batches = self._train_state.optimizers, self._train_state.accumulation_steps
-        if num_batches > 1:
-            self.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._step_pre_hook)
-            optimizer.register_step_post_hook(self._finish_step)
-            for inner in inner_optimizers(optimizer):
-                if inner not in optimizers:
-                    inner.register_step_pre_hook(self._inner_step_pre_hook)
 
     # ---- a micro-batch
 
@@ -138,6 +123,24 @@ class Optimization(UpdateFeature):
                 self._accumulated.restored.pop(parameter, None)
         return True
 
+    # ---- hooks of optimizers
+
+    def register_hooks(self) -> None:
+        """Register the hooks of optimizers.
+
+        The hooks of user code and of Horovod come first, because they may reject a step. Those of
+        `StatePlacement.begin_sharding` come last.
+        """
+        optimizers, num_batches = self._train_state.optimizers, self._train_state.accumulation_steps
+        if num_batches > 1:
+            self.why_optimizer_step = f"gradient_accumulation_steps={num_batches}"
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._step_pre_hook)
+            optimizer.register_step_post_hook(self._finish_step)
+            for inner in inner_optimizers(optimizer):
+                if inner not in optimizers:
+                    inner.register_step_pre_hook(self._inner_step_pre_hook)
+
     def _step_pre_hook(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
@@ -155,21 +158,21 @@ class Optimization(UpdateFeature):
         update.optimizer_steps.begin(optimizer)
         if closure is None:
             return args, kwargs
+        return args[:1], {**kwargs, "closure": partial(self._call_closure, closure, optimizer)}
 
-        def averaging() -> Any:
-            self._loss_weight = 1.0
-            loss = closure()
-            exchange.complete_gradients(optimizer)
-            weights = update.loss_weights
-            if weights.lack_items and not weights.awaits_count:  # not of another optimizer's loss
-                optimizer.zero_grad(set_to_none=True)
-            if not isinstance(loss, torch.Tensor):
-                return loss
-            # A line search must take the same steps on all workers. Without items, it may be NaN.
-            local = loss.item() * self._loss_weight if self._loss_weight else 0.0
-            return loss.new_tensor(exchange.all_reduce_sum(local) / exchange.averaging_size)
-
-        return args[:1], {**kwargs, "closure": averaging}
+    def _call_closure(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
+        """Complete the gradients of a closure. Return the mean of its loss over all workers."""
+        exchange, weights = self._train_state.exchange, self._train_state.update.loss_weights
+        self._loss_weight = 1.0  # if the closure does not call `backward`
+        loss = closure()
+        exchange.complete_gradients(optimizer)
+        if weights.lack_items and not weights.awaits_count:  # not of another optimizer's loss
+            optimizer.zero_grad(set_to_none=True)
+        if not isinstance(loss, torch.Tensor):
+            return loss
+        # A line search must take the same steps on all workers. Without items, it may be NaN.
+        local = loss.item() * self._loss_weight if self._loss_weight else 0.0
+        return loss.new_tensor(exchange.all_reduce_sum(local) / exchange.averaging_size)
 
     def _finish_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps = self._train_state.update.optimizer_steps
