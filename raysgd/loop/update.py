@@ -264,10 +264,6 @@ class OptimizerSteps:
         if not self.came_late:
             self.counts[id(optimizer)] += 1
 
-    def forget_running(self) -> None:
-        """Forget the step of an optimizer that raised and has not changed the state."""
-        self.running_optimizer = None
-
     def count_wrapped(self, optimizer: Any) -> None:
         """Count a step of an optimizer whose wrapper does not step."""
         self.num_ended += 1

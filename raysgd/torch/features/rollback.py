@@ -96,9 +96,10 @@ class Rollback(UpdateFeature):
         for backup in reversed(backups):
             backup.restore()
             changed.difference_update(map(id, backup.parameters))
-        is_running = not self._has_copies and update.optimizer_steps.running_optimizer is not None
-        # An optimizer may change its state before parameters.
-        if (changed or is_running) and not self._is_sharded:
+        running = None if self._has_copies else update.optimizer_steps.running_optimizer
+        # An optimizer may change its state before parameters, but shards change after the step.
+        is_partial = running is not None and self._train_state.placement.is_unsharded(running)
+        if (changed or is_partial) and not self._is_sharded:
             self._train_state.is_damaged = True
 
 

@@ -237,8 +237,6 @@ class OptimizerShards(UpdateFeature):
             for piece in self._running[1]:
                 piece.version = _PARTIAL
             self._restore_params()
-        if update.optimizer_steps.running_optimizer is self.optimizer:
-            update.optimizer_steps.forget_running()  # parameters change together, after it
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
         if update.is_open:
             self._version = self._committed_version  # `Rollback` restores the parameters
