@@ -4,6 +4,8 @@ Importing this package imports neither Ray nor a framework.
 """
 
 from raysgd._internal import imports
+from raysgd.train.backend import Backend as Backend
+from raysgd.train.backend import BackendConfig as BackendConfig
 from raysgd.train.callbacks.callback import TrainingCallback as TrainingCallback
 from raysgd.train.checkpoint import Checkpoint as Checkpoint
 from raysgd.train.checkpoint import CheckpointConfig as CheckpointConfig
@@ -12,8 +14,6 @@ from raysgd.train.configs import FailureConfig as FailureConfig
 from raysgd.train.configs import RunConfig as RunConfig
 from raysgd.train.configs import ScalingConfig as ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer as DataParallelTrainer
-from raysgd.train.framework import Backend as Backend
-from raysgd.train.framework import BackendConfig as BackendConfig
 from raysgd.train.result import Result as Result
 from raysgd.train.session import TrainContext as TrainContext
 from raysgd.train.session import get_checkpoint as get_checkpoint

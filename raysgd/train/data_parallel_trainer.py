@@ -18,11 +18,11 @@ from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import find_unpicklable, unpicklable_key
 from raysgd.train.arguments import bind_config, make_folder, run_folder
-from raysgd.train.backend import BackendExecutor
+from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback import CallbackHandler
 from raysgd.train.configs import as_run_config, as_scaling_config, executor_arguments
 from raysgd.train.datasets import Datasets
-from raysgd.train.framework import BackendConfig
+from raysgd.train.executor import BackendExecutor
 from raysgd.train.result import REPORTS, Result, append_report, read_reports
 
 logger = logging.getLogger(__name__)

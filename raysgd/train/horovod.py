@@ -6,8 +6,8 @@ from typing import Any
 from raysgd._internal.arguments import check_timeout
 from raysgd.backends import CollectiveBackend
 from raysgd.comm.horovod import HorovodBackend, check_horovod
+from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.framework import Backend, BackendConfig
 
 __all__ = ["HorovodConfig", "HorovodTrainer"]
 

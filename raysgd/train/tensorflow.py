@@ -6,8 +6,8 @@ from typing import Any
 from raysgd._internal.arguments import check_timeout
 from raysgd.backends import CollectiveBackend
 from raysgd.comm.tensorflow import TensorflowBackend, check_tensorflow
+from raysgd.train.backend import BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.framework import BackendConfig
 
 __all__ = ["TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
 

@@ -13,12 +13,12 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.arguments import bind_config, make_folder, new_folder, run_folder
-from raysgd.train.backend import BackendExecutor
+from raysgd.train.backend import BackendConfig, as_backend_config
 from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig, executor_arguments
 from raysgd.train.data_parallel_trainer import DataParallelTrainer, function_trainable
-from raysgd.train.framework import BackendConfig, as_backend_config
+from raysgd.train.executor import BackendExecutor
 from raysgd.train.worker_group import TrainWorkerGroup
 
 __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]

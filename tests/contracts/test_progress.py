@@ -6,7 +6,7 @@ from raysgd._internal.progress import Progress
 from tests.contracts.test_modes import files
 
 DRIVER = re.compile(
-    r"raysgd/(callbacks|cli|driver|elastic|testing|train/backend|trials|cluster/(?!worker\.py))"
+    r"raysgd/(callbacks|cli|driver|elastic|testing|train/executor|trials|cluster/(?!worker\.py))"
 )
 READERS = dict.fromkeys(Progress._fields, "elastic/") | {
     "bar": "elastic/supervisor.py",

@@ -12,8 +12,8 @@ from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.runner import WorkerContext
 from raysgd.backends import CollectiveBackend
 from raysgd.comm.torch import TorchCollectiveBackend, TorchRendezvous
+from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.framework import Backend, BackendConfig
 from raysgd.train.worker_session import process_state
 
 

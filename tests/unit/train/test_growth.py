@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from raysgd.elastic.call import Call
-from raysgd.train.backend import BackendConfig, BackendExecutor, _Run
+from raysgd.train.backend import BackendConfig
 from raysgd.train.datasets import Datasets
+from raysgd.train.executor import BackendExecutor, _Run
 from raysgd.train.result_queue import GrowthPolicy, TrainingResult
 from raysgd.train.worker_session import RunSpec
 

@@ -3,14 +3,14 @@
 import pytest
 
 from raysgd.train import horovod, tensorflow
-from raysgd.train.backend import BackendExecutor
-from raysgd.train.framework import (
+from raysgd.train.backend import (
     Backend,
     BackendConfig,
     InactiveWorkerGroupError,
     as_backend_config,
     backend_class,
 )
+from raysgd.train.executor import BackendExecutor
 from raysgd.train.horovod import HorovodConfig
 from raysgd.train.tensorflow import TensorflowConfig
 from raysgd.train.torch import TorchConfig
