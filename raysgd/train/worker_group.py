@@ -14,21 +14,12 @@ from raysgd._internal.config import env_seconds
 from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import WorkerLocation
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import (
     TRAIN_ENABLE_WORKER_SPREAD_ENV,
     TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV,
 )
-
-
-@dataclass(frozen=True)
-class TrainWorker:
-    """One worker of a group: the Ray handle of its actor, and its location."""
-
-    actor: Any
-    metadata: WorkerLocation
 
 
 class WorkerGroup:
@@ -91,10 +82,10 @@ class WorkerGroup:
         return len(self._group.members)
 
     @property
-    def workers(self) -> list[TrainWorker]:
-        """The workers, by rank."""
+    def workers(self) -> list[Any]:
+        """The workers, by rank. Each has a Ray handle, ``actor``, and a location, ``metadata``."""
         members: list[Any] = self._group.members
-        return [TrainWorker(member.actor, member.location) for member in members]
+        return [SimpleNamespace(actor=each.actor, metadata=each.location) for each in members]
 
     # ---- functions
 
@@ -175,7 +166,7 @@ _HOSTED: dict[str, Any] = {}
 """The worker's object of each `TrainWorkerGroup`, by the ID of the group."""
 
 
-class TrainWorkerGroup(list["HostedWorker"]):
+class TrainWorkerGroup(list["HostedObject"]):
     """Objects of a user's class, one on every worker: the result of ``Trainer.to_worker_group``.
 
     Call methods like those of a Ray actor::
@@ -195,7 +186,7 @@ class TrainWorkerGroup(list["HostedWorker"]):
         self._executor = executor
         executor.run(partial(_create_hosted, hosted_id, train_cls, args, dict(kwargs)))
         group: WorkerGroup = executor.worker_group
-        super().__init__(HostedWorker(worker.actor, hosted_id) for worker in group.workers)
+        super().__init__(HostedObject(worker.actor, hosted_id) for worker in group.workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
         """Stop the workers and wait until their resources are free.
@@ -207,7 +198,7 @@ class TrainWorkerGroup(list["HostedWorker"]):
 
 
 @dataclass(eq=False)
-class HostedWorker:
+class HostedObject:
     """One object of the user's class in a worker. Call its methods with ``.remote(...)``."""
 
     actor: Any
