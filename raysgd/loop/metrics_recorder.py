@@ -76,7 +76,8 @@ class MetricsRecorder:
         train_state, call = self._train_state, self._train_state.call
         metrics: Any = None
         if results := self._segment_metrics(is_leaving, since=call.last_log_step):
-            metrics = merge_segments(results) | _optimizer_metrics(train_state)
+            optimizers, norms = train_state.optimizers, train_state.gradient_norms
+            metrics = merge_segments(results) | optimizer_metrics(optimizers, norms)
             if not train_state.context.in_driver:
                 metrics = pack(metrics)
         elif is_leaving:
@@ -115,27 +116,19 @@ class MetricsRecorder:
         return {**result, "profile": means | timers.stats()} if timers.enabled else result
 
 
-def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
-    """Return the learning rates, under the names of `LearningRateLogger`."""
-    rates = {}
+def optimizer_metrics(optimizers: Sequence[Any], norms: Mapping[int, Any]) -> dict[str, float]:
+    """Return the learning rates under the names of `LearningRateLogger`, and gradient norms."""
+    rates, named_norms = {}, {}
     for number, optimizer in enumerate(optimizers):
-        name = "lr" if len(optimizers) == 1 else f"lr-{number}"
+        suffix = "" if len(optimizers) == 1 else f"-{number}"
         groups = getattr(optimizer, "param_groups", None) or [{"lr": optimizer.learning_rate}]
         for index, group in enumerate(groups):
             # In Keras with several workers, float() rejects the variable.
             rate = group["lr"].numpy() if hasattr(group["lr"], "assign") else group["lr"]
-            rates[name if len(groups) == 1 else f"{name}/group{index}"] = float(rate)
-    return rates
-
-
-def _optimizer_metrics(train_state: TrainState) -> dict[str, float]:
-    """Return the metrics of the optimizers for a logged step."""
-    optimizers, metrics = train_state.optimizers, learning_rates(train_state.optimizers)
-    for number, optimizer in enumerate(optimizers):
-        if (norm := train_state.gradient_norms.get(id(optimizer))) is not None:
-            name = "grad_norm" if len(optimizers) == 1 else f"grad_norm-{number}"
-            metrics[name] = float(norm)
-    return metrics
+            rates[f"lr{suffix}/group{index}" if len(groups) > 1 else f"lr{suffix}"] = float(rate)
+        if (norm := norms.get(id(optimizer))) is not None:
+            named_norms[f"grad_norm{suffix}"] = float(norm)
+    return rates | named_norms
 
 
 class MetricReader:

@@ -11,7 +11,7 @@ from raysgd._internal.arguments import check_number
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import try_copy
 from raysgd._internal.timers import TimerCollection
-from raysgd.loop.metrics_recorder import learning_rates
+from raysgd.loop.metrics_recorder import optimizer_metrics
 from raysgd.loop.segment import Segment, allow_split
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.update import MicroBatchMetrics
@@ -213,7 +213,7 @@ class OperatorBase:
     )
 
     def _learning_rates(self) -> dict[str, float]:
-        return learning_rates(self._train_state.optimizers)
+        return optimizer_metrics(self._train_state.optimizers, {})
 
     # ---- for subclasses
 

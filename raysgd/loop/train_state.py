@@ -279,9 +279,9 @@ class TrainState(ABC):
         ):
             yield
 
+    @abstractmethod
     def restoring_models(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that restores the models at its end."""
-        return contextlib.nullcontext()
 
     def can_complete(self, snapshot: Mapping[str, Any]) -> bool:
         """Return whether ``setup`` makes what a snapshot lacks. A control thread calls this."""

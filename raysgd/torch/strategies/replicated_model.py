@@ -32,11 +32,6 @@ from raysgd.torch.modules import (
 from raysgd.torch.tensors import call_after_backward, leaves_in, version_of
 
 _pass_numbers = itertools.count()
-_PRIVATE = {
-    *("_check_reducer_finalized", "_comm_hooks", "_get_ddp_logging_data"),
-    *("_post_forward", "_pre_forward"),
-}
-"""Private names of DistributedDataParallel, or of its reducer, which no other file uses."""
 
 
 class ReplicatedModel(DistributedDataParallel):
@@ -52,7 +47,8 @@ class ReplicatedModel(DistributedDataParallel):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        if missing := _PRIVATE.difference(dir(self), dir(self.reducer)):
+        private = {"_comm_hooks", "_get_ddp_logging_data", "_post_forward", "_pre_forward"}
+        if missing := private.difference(dir(self)):
             raise RuntimeError(
                 f"raysgd does not support PyTorch {torch.__version__}: DistributedDataParallel has "
                 f"no {', '.join(sorted(missing))}. Install a version that raysgd was tested with."
