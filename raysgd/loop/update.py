@@ -71,15 +71,25 @@ class Update:
     method                    called in                   effect
     ========================  ==========================  =========================================
     `begin_micro_batch`       loop/train_state            earlier gradients are out of ``.grad``
-    `LossWeights.add`         torch/optimization          they return, and factors weight them and
-                                                          the loss, whose pass may average them
-    `OptimizerSteps.request`  torch/optimization          ``requested`` has the optimizer. Before
-                                                          the last micro-batch, the step ends here
+    `before_backward`         torch/optimization          `StepChecks` rejects a loss after a gap,
+                                                          or after changes of gradients
+    `LossWeights.add`         torch/optimization          earlier gradients return, and factors
+                                                          weight them and the loss, whose pass may
+                                                          average them
+    `observe_loss`            torch/optimization          features read the loss and its factors
+    `after_backward`          torch/optimization          `StepChecks` remembers gradients that are
+                                                          not final
+    `OptimizerSteps.request`  torch/optimization          ``requested`` has the optimizer
+    `before_step`             torch/optimization          `StepChecks` rejects a second step, or
+                                                          changes of these gradients. Before the
+                                                          last micro-batch, the step ends here
     `complete_gradients`      torch/optimization          the exchange averages what no pass has
     `before_optimizer_step`   torch/optimization          features clip gradients, or `mark_bad`
     `mark_bad`                torch/features/bad_steps    no step is made, as without items on all
                                                           workers: ``lack_items`` is set
     `OptimizerSteps.make`     torch/optimization          the optimizer steps, if nothing overflows
+    `check_direct_step`       torch/optimization          `StepChecks` rejects ``optimizer.step()``
+                                                          of user code that ignores features
     `OptimizerSteps.begin`    torch/optimization          ``running_optimizer`` is it, as in
                                                           ``optimizer.step()`` of user code
     `OptimizerSteps.end`      torch/optimization          ``counts`` has the step, even if skipped
