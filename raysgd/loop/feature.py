@@ -45,6 +45,8 @@ class UpdateFeature:
     """
 
     why_optimizer_step: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
+    counts_in_commit = False  # `before_commit` communicates, so an update counts only after it
+    gathers_metrics = False  # `before_commit` gives each worker the held metrics of all workers
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     warning = ""  # what the newest generation has changed, for the driver to log
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
-from raysgd.data.partition import UpdatePlan
+from raysgd.data.partition import MicroBatchPlan, UpdatePlan
 
 
 class LossCount(NamedTuple):
@@ -32,6 +32,29 @@ class Factors(NamedTuple):
     loss: float
 
 
+class Items(NamedTuple):
+    """The items of the newest losses on this worker, without repeated samples."""
+
+    num_items: float | None = None  # the count of the losses, if they have one
+    in_micro_batch: float = 0.0
+    so_far: float = 0.0  # in the update
+
+
+class MicroBatchOfUpdate(Protocol):
+    """What the weights depend on: an `Update`, whose module imports this one."""
+
+    plan: UpdatePlan
+    micro_batch: MicroBatchPlan
+    micro_batch_index: int
+    in_last_micro_batch: bool
+
+    @property
+    def num_micro_batches(self) -> int: ...
+
+    @property
+    def has_one_micro_batch(self) -> bool: ...
+
+
 class LossWeights:
     """Gives each loss of an update its weight: add up sums, and divide once.
 
@@ -52,8 +75,7 @@ class LossWeights:
     micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
     total, so `StepChecks` rejects a loss after it. If PyTorch workers do not know the sizes of all
     batches, `LossCount.with_samples` makes cases 2 and 3 of the default ``train_batch`` case 1.
-    With logical workers, the total is that of case 2 in all cases, and the exchange divides by
-    counts.
+    If the exchange divides by counts, the total is that of case 2 in all cases.
 
     If rank 0 has 3 samples of each step and rank 1 has 1, an update of two steps has 8:
 
@@ -67,13 +89,12 @@ class LossWeights:
     Factors(earlier=1.0, loss=0.75)
     Factors(earlier=1.0, loss=0.25)
 
-    Only methods write fields: `add` and `_set_divisor` those of the newest loss, and
-    `begin_micro_batch` makes it an earlier one. After `end_step`, a loss sets the count again.
+    Only methods write fields. `add` replaces the newest items as a whole.
     """
 
-    def __init__(self, update: Any) -> None:
-        self._update = update  # an `Update`, whose module imports this one
-        self.expected_total: float | None = None
+    def __init__(self, update: MicroBatchOfUpdate) -> None:
+        self._update = update
+        self._expected_total: float | None = None
         """Planned total of counted items, equal on all workers. None: unknown."""
         self.reset()
 
@@ -82,13 +103,12 @@ class LossWeights:
         self.num_earlier = 0  # earlier micro-batches of the update that have one
         self.lack_items = False  # on all workers, so that the next optimizer step is skipped
         self.awaits_count = True  # the next loss sets the count of the micro-batch
-        self._count, self._items, self._items_so_far = LossCount(), 0.0, 0.0  # up to the newest
+        self._newest = Items()
         self._divisor = 1.0  # total or planned total of the newest losses
-        self.exchange_factor = 1.0  # of all gradients, if the exchange divides by counts
 
     def begin_generation(self) -> None:
         """Forget the expected total, because new workers must use the same number."""
-        self.expected_total = None
+        self._expected_total = None
 
     def begin_micro_batch(self) -> None:
         self.num_earlier += self.has_loss
@@ -99,10 +119,13 @@ class LossWeights:
         # micro-batches, the losses of all optimizers share the count of the first.
         self.awaits_count = self.awaits_count or not self.num_earlier
 
-    def set_total_items(self, num_items: float) -> None:
-        """Set the total that the exchange has counted. Without items, skip the next step."""
+    def set_total_items(self, num_items: float) -> float:
+        """Set the total that the exchange has counted, and return the factor of its sums.
+
+        Without items, skip the next step.
+        """
         self.lack_items = not num_items
-        self.exchange_factor = (self._update.plan.total_samples or 1) / (num_items or 1)
+        return self._divisor / (num_items or 1)
 
     @property
     def uses_backward(self) -> bool:
@@ -112,84 +135,80 @@ class LossWeights:
     @property
     def counted_items(self) -> float | None:
         """Items of the micro-batch, if user code has counted those of the newest loss."""
-        return None if self._count.num_items is None else self._items
+        return None if self._newest.num_items is None else self._newest.in_micro_batch
 
-    def add(self, count: LossCount, averaging_size: int = 1, all_reduce: Reduce = float) -> Factors:
-        """Add a loss.
+    def add(
+        self,
+        count: LossCount,
+        averaging_size: int = 1,
+        all_reduce: Reduce = float,
+        divides_by_counts: bool = False,
+    ) -> Factors:
+        """Add a loss. The arguments after `count` are properties of the `GradientExchange`.
 
         Raises:
             ValueError: If another loss of the micro-batch has another count in an update of several
                 micro-batches, or if user code counts items only for some batches of an update.
         """
-        update = self._update
-        if update.micro_batch_index < 0:  # a loop of user code, whose updates never open
-            self.reset()
+        update, num_items = self._update, count.num_items
         self.has_loss = True
+        # In a loop of user code, whose updates never open, each loss is an update.
+        self.awaits_count = self.awaits_count or update.micro_batch_index < 0
         if count.is_sum:
             self.lack_items = False
             return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(averaging_size))
         earlier = 1.0
         # Whether workers communicate must not depend on the numbers.
-        if self.awaits_count or (count.num_items is not None and update.has_one_micro_batch):
-            earlier = self._set_divisor(count, averaging_size, all_reduce)
-        elif count.num_items not in (None, self._count.num_items):
+        if self.awaits_count or (num_items is not None and update.has_one_micro_batch):
+            self._newest = self._items_of_loss(num_items)
+            planned = total = float(update.plan.total_samples or 1)
+            if not divides_by_counts:
+                planned, total = self._totals(averaging_size, all_reduce)
+            if total or self.awaits_count:  # an earlier loss of the batch may have had items
+                self._divisor, self.lack_items = total, not total
+            self.awaits_count = False
+            if self.num_earlier and total and not math.isclose(total, planned, rel_tol=1e-12):
+                earlier = planned / total
+        elif num_items not in (None, self._newest.num_items):
             raise ValueError(
-                f"backward(num_items={count.num_items!r}) follows "
-                f"num_items={self._count.num_items} for another loss of the same batch. With "
-                "accumulation or equal bits, pass the same number."
+                f"backward(num_items={num_items!r}) follows num_items={self._newest.num_items} for "
+                "another loss of the same batch. With accumulation or equal bits, pass the same "
+                "number."
             )
-        weight = self._items * averaging_size / self._divisor if self._items else 0.0
-        return Factors(earlier, weight)
+        items = self._newest.in_micro_batch
+        return Factors(earlier, items * averaging_size / self._divisor if items else 0.0)
 
-    def _set_divisor(self, count: LossCount, averaging_size: int, all_reduce: Reduce) -> float:
-        """Set the items and the divisor of the loss, and return the factor of earlier gradients."""
-        update = self._update
-        if self.num_earlier and (self._count.num_items is None) != (count.num_items is None):
+    def _items_of_loss(self, num_items: float | None) -> Items:
+        micro_batch, earlier = self._update.micro_batch, self._newest
+        if self.num_earlier and (earlier.num_items is None) != (num_items is None):
             raise ValueError(
                 "backward(num_items=...) was passed for some batches of an accumulation "
                 "group. Pass it for all of them or for none."
             )
-        self._count = count
-        micro_batch = update.micro_batch
-        items = micro_batch.num_samples if count.num_items is None else count.num_items
+        items = micro_batch.num_samples if num_items is None else num_items
         if items is None:
             items = micro_batch.weight
-        self._items = 0.0 if micro_batch.is_repeated else float(items)
-        self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
-        # An update of one micro-batch needs no plan.
-        is_single = update.has_one_micro_batch
-        planned = total = 0.0 if is_single else self._planned_total(averaging_size, all_reduce)
-        if update.in_last_micro_batch and not update.has_logical_workers:
-            total = self._total(averaging_size, all_reduce)
-        if total or self.awaits_count:  # an earlier loss of the batch may have had items
-            self._divisor, self.lack_items = total, not total
-        self.awaits_count = False
-        if not (self.num_earlier and total) or math.isclose(total, planned, rel_tol=1e-12):
-            return 1.0
-        return planned / total
+        items = 0.0 if micro_batch.is_repeated else float(items)
+        return Items(num_items, items, items + (earlier.so_far if self.num_earlier else 0.0))
 
-    def _planned_total(self, averaging_size: int, all_reduce: Reduce) -> float:
-        plan: UpdatePlan = self._update.plan
-        if self._update.has_logical_workers:
-            return float(plan.total_samples or 1)
-        if self._count.num_items is not None:
-            if self.expected_total is None:  # the first update of a generation
-                all_items = self._update.num_micro_batches * all_reduce(self._items)
-                self.expected_total = _power_of_two(all_items)
-            return self.expected_total
-        if plan.total_samples is None:
-            return float(plan.num_steps * averaging_size)
-        return plan.total_samples if averaging_size > 1 else plan.num_samples  # all, or its own
-
-    def _total(self, averaging_size: int, all_reduce: Reduce) -> float:
-        plan: UpdatePlan = self._update.plan
-        if self._count.num_items is not None:
-            total = all_reduce(self._items_so_far)
-            self.expected_total = _power_of_two(total)
-            return total
+    def _totals(self, averaging_size: int, all_reduce: Reduce) -> tuple[float, float]:
+        """Return the planned total, and the total, or the planned one until it is known."""
+        update, plan, (num_items, items, so_far) = self._update, self._update.plan, self._newest
+        if num_items is not None:
+            # An update of one micro-batch needs no plan.
+            if self._expected_total is None and not update.has_one_micro_batch:
+                self._expected_total = _power_of_two(update.num_micro_batches * all_reduce(items))
+            planned = total = self._expected_total or 0.0
+            if update.in_last_micro_batch:
+                total = all_reduce(so_far)
+                self._expected_total = _power_of_two(total)
+            return planned, total
         if averaging_size > 1 and plan.total_samples is not None:
-            return plan.total_samples
-        return self._items_so_far * averaging_size  # the mean of each worker weighs the same
+            return plan.total_samples, plan.total_samples
+        is_known = plan.total_samples is not None
+        planned = plan.num_samples if is_known else float(plan.num_steps * averaging_size)
+        # The mean of each worker weighs the same.
+        return planned, so_far * averaging_size if update.in_last_micro_batch else planned
 
 
 def _power_of_two(number: float) -> float:

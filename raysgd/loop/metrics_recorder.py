@@ -48,7 +48,7 @@ class MetricsRecorder:
     @property
     def is_merged(self) -> bool:
         """Whether each worker has the metrics of all workers."""
-        return self._train_state.update.has_logical_workers
+        return any(feature.gathers_metrics for feature in self._train_state.features)
 
     def export_call(self) -> dict[str, Any]:
         """Return the call, with the merged metrics of a segment that runs."""

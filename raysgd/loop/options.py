@@ -77,7 +77,7 @@ class Options(ABC):
             elastic=as_elastic_config(self.trainer_name, self.elastic, self.times_steps),
         )
         if config.get(BATCH_SIZE) is not None:
-            argument = "num_logical_workers" if self.layout.has_logical_workers else "num_workers"
+            argument = "num_logical_workers" if self.layout.has_fixed_parts else "num_workers"
             number = self.layout.num_planned_workers(num_workers)
             config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], number, argument)
         check_choice(self.trainer_name, "use_gpu", self.use_gpu, (True, False, "auto"))

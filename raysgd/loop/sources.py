@@ -69,8 +69,8 @@ class DataSources(ABC):
                 source.who_reads,
                 source.reading_advice,
             )
-        # With logical workers, an error follows.
-        warns = options.num_workers > 1 and not options.layout.has_logical_workers
+        # With fixed parts, an error follows.
+        warns = options.num_workers > 1 and not options.layout.has_fixed_parts
         if source.why_not_partitioned and warns:
             self._settings.warn_once(
                 argument,

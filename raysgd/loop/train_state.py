@@ -127,7 +127,7 @@ class TrainState(ABC):
         self.gradient_norms: dict[int, Any] = {}  # of the newest update, by ID of the optimizer
         self.models: list[Any] = []  # that are registered, like the next
         self.optimizers: list[Any] = []
-        self.update = Update(settings.options.layout.has_logical_workers)
+        self.update = Update()
         self.features: list[UpdateFeature] = []
         self.features_with: dict[str, list[UpdateFeature]] = {}
         """The features that override a hook of updates, by its name."""
@@ -143,6 +143,8 @@ class TrainState(ABC):
         for name in UPDATE_HOOKS:
             hook = getattr(UpdateFeature, name)
             self.features_with[name] = [f for f in features if getattr(type(f), name) is not hook]
+        counts_in_commit = any(feature.counts_in_commit for feature in features)
+        self.update.optimizer_steps.expect(self.optimizers, counts_in_commit)
 
     @property
     def registered_models(self) -> list[Any]:

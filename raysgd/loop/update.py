@@ -100,10 +100,7 @@ class Update:
     ========================  ==========================  =========================================
     """
 
-    def __init__(self, has_logical_workers: bool = False) -> None:
-        self.has_logical_workers = has_logical_workers
-        """Whether workers add up gradients and counts of parts, and average neither. The commit
-        gives each worker the metrics of all workers, and the update counts then."""
+    def __init__(self) -> None:
         self.loss_weights = LossWeights(self)
         self.optimizer_steps = OptimizerSteps(self)
         self.close()
@@ -146,14 +143,14 @@ class Update:
 
     @property
     def is_split(self) -> bool:
-        """Whether batches are split into micro-batches."""
-        return len(self.plan.micro_batches) * self.num_splits > self.plan.num_steps
+        """Whether batches are split into micro-batches, and could be whole."""
+        return not self.plan.has_fixed_parts and self.num_micro_batches > self.plan.num_steps
 
     @property
     def has_one_micro_batch(self) -> bool:
-        """Whether the update has only this micro-batch. Never with logical workers."""
+        """Whether the update has only this micro-batch. Fixed parts are several."""
         is_only = self.micro_batch_index <= 0 and self.in_last_micro_batch
-        return is_only and not self.has_logical_workers
+        return is_only and not self.plan.has_fixed_parts
 
     def should_commit(self, raised: bool = False) -> bool:
         """Return whether the update counts on this worker, if it ends now.
@@ -220,11 +217,13 @@ class OptimizerSteps:
         """Most steps of an update that counted, at least 1, by the ID of a registered optimizer."""
         self.num_ended = 0  # in all updates, and after them
         self.is_requested = False  # the step that runs, and not direct
+        self.counts_in_commit = False  # and not before, because the commit communicates
         self.reset()
 
-    def expect(self, optimizers: Sequence[Any]) -> None:
+    def expect(self, optimizers: Sequence[Any], counts_in_commit: bool = False) -> None:
         """Expect steps of the registered optimizers."""
         self.max_counts = dict.fromkeys(map(id, optimizers), 1)
+        self.counts_in_commit = counts_in_commit
 
     def reset(self) -> None:
         self.running_optimizer: Any = None  # the optimizer whose step runs
@@ -287,8 +286,8 @@ class OptimizerSteps:
     @property
     def need_backup(self) -> bool:
         """Whether a failure can come between optimizer steps, or between a step and the commit."""
-        # With logical workers, a worker can be lost between its step and the commit.
-        return self._update.has_logical_workers or sum(self.max_counts.values()) > 1
+        # In a commit that communicates, another worker can be lost.
+        return self.counts_in_commit or sum(self.max_counts.values()) > 1
 
     @property
     def are_complete(self) -> bool:
@@ -297,6 +296,6 @@ class OptimizerSteps:
         The steps then count, even if ``train_epoch`` raises.
         """
         is_running = self.running_optimizer is not None
-        if self._update.has_logical_workers or is_running or not self.max_counts:
+        if self.counts_in_commit or is_running or not self.max_counts:
             return False
         return all(self.counts.get(key, 0) >= count for key, count in self.max_counts.items())

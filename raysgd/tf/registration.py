@@ -42,7 +42,6 @@ def register(
                 "model.compile(optimizer=..., loss=...) before, or pass optimizers."
             )
     train_state.optimizers = [_as_optimizer(train_state, each) for each in as_list(optimizers)]
-    train_state.update.optimizer_steps.expect(train_state.optimizers)
     class_weights = as_dict("register", "class_weight", class_weight)
     if texts := [key for key in class_weights if isinstance(key, str)]:
         raise TypeError(

@@ -128,7 +128,7 @@ class TrainingOperator(OperatorBase):
         loss, items = loss.detach(), count.num_items
         loss = loss / (count.num_samples or 1) if count.is_sum else loss
         # A sum of tensors on an accelerator depends on their order.
-        loss = loss.cpu() if self._train_state.update.has_logical_workers else loss
+        loss = loss.cpu() if self._train_state.exchange.sums_exactly else loss
         # The mean of no items may be NaN.
         total = loss * items if items else 0.0
         return loss if items is None else Sums(ratio, total=total, weight=items)

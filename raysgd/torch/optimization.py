@@ -78,7 +78,8 @@ class Optimization(UpdateFeature):
         clones = len(self._train_state.optimizers) > 1
         self._accumulated.restore(is_first=not update.loss_weights.has_loss, clones=clones)
         exchange = train_state.exchange
-        factors = update.loss_weights.add(count, exchange.averaging_size, exchange.all_reduce_sum)
+        size, all_reduce = exchange.averaging_size, exchange.all_reduce_sum
+        factors = update.loss_weights.add(count, size, all_reduce, exchange.divides_by_counts)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.num_items == 0 and not loss.detach().isfinite().all():

@@ -142,7 +142,7 @@ class TorchOptions(Options):
             return super().layout
         is_set = isinstance(self.exact, EqualBits)
         number = self.exact.num_logical_workers if is_set else self.num_workers
-        return StepLayout(number, logical_workers_argument='exact="bits"')
+        return StepLayout(number, logical_workers_argument='exact="bits"', seeds_parts=True)
 
     def _check_exact(self) -> None:
         if not isinstance(self.exact, EqualBits):

@@ -52,7 +52,6 @@ def register(
     modules = as_registered("models", models, torch.nn.Module)
     given = as_registered("optimizers", optimizers, torch.optim.Optimizer)
     train_state.optimizers[:] = _with_own_tensors(given)
-    train_state.update.optimizer_steps.expect(given)
     options, precision = train_state.settings.options, train_state.precision
     trained = trained_among(criteria, train_state.optimizers, modules)
     train_state.num_criteria = len(trained)

@@ -52,7 +52,7 @@ class BadStepFilter(UpdateFeature):
             return
         value = loss.detach()
         term = value.double() * factors.loss
-        if update.has_logical_workers:  # the sum must not depend on the workers
+        if self._train_state.exchange.sums_exactly:  # multiples of a unit add up without rounding
             term = (term.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
         self._loss_term = self._loss_term * factors.earlier + term + value * 0
 
@@ -68,7 +68,7 @@ class BadStepFilter(UpdateFeature):
             )
         norm = float(exchange.norm(precision.parameters(optimizer))[1])
         loss = exchange.all_reduce_sum(float(self._loss_term)) / exchange.averaging_size
-        loss *= update.loss_weights.exchange_factor
+        loss *= exchange.gradient_factor
         usual, kind = statistics.median(self._losses or [math.inf]), _GOOD
         if not math.isfinite(loss + norm):
             kind = _GRADIENT if math.isfinite(loss) else _LOSS

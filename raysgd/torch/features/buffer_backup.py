@@ -36,7 +36,7 @@ class BufferBackup(UpdateFeature):
 
     def begin_micro_batch(self, update: Update) -> None:
         """Begin each micro-batch of a step with the same buffers, except running statistics."""
-        if self._outside_norms and update.is_split and not update.has_logical_workers:
+        if self._outside_norms and update.is_split:
             if not update.begins_step:
                 self.write(self._values_at_step, self._outside_norms)
             values = [module._buffers.get(name) for module, name in self._outside_norms]

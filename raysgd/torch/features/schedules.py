@@ -36,7 +36,7 @@ class Schedules(UpdateFeature):
 
     def begin_micro_batch(self, update: Update) -> None:
         """Begin each micro-batch of a step with the same rates, which `train_batch` may change."""
-        if update.is_split:
+        if not (update.begins_step and update.micro_batch.ends_step):
             for restore in () if update.begins_step else self._at_step:
                 restore()
             optimizers = map(OptimizerBackup, self._train_state.optimizers)

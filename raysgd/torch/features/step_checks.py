@@ -38,12 +38,12 @@ class StepChecks(UpdateFeature):
         has_gap = update.loss_weights.num_earlier < update.micro_batch_index
         if has_gap and any(map(_has_gradients, self._train_state.optimizers)):
             self._refuse_split(_NO_BACKWARD)
-        if update.is_split and not update.has_logical_workers and self._has_gradient_hooks():
+        if update.is_split and self._has_gradient_hooks():
             self._refuse_split("a hook of a parameter may change accumulated gradients")
         self._watch_gradients(self._precision.scales_loss or not update.has_one_micro_batch)
 
     def before_commit(self, update: Update) -> None:
-        """Reject an update of several micro-batches, or with logical workers, without a step."""
+        """Reject an update of several micro-batches, or of fixed parts, without a step."""
         uses_backward = update.loss_weights.uses_backward and not update.has_one_micro_batch
         if uses_backward and not update.optimizer_steps.counts:
             self._require_unsplit("train_batch makes no update in the last batch of a group")
@@ -119,12 +119,13 @@ class StepChecks(UpdateFeature):
 
     def before_backward(self, count: LossCount) -> None:
         update, train_state = self._train_state.update, self._train_state
-        has_one_batch = train_state.accumulation_steps == 1 and not update.has_logical_workers
+        exchange = train_state.exchange
+        has_one_batch = train_state.accumulation_steps == 1 and not exchange.divides_by_counts
         if has_one_batch and update.loss_weights.has_loss and count.num_items is not None:
             self._refuse_split("train_batch passes num_items for several losses of a batch")
         counts_samples = count.num_items is None and not count.is_sum
         has_gap = update.loss_weights.num_earlier < update.micro_batch_index
-        if has_gap and counts_samples and train_state.exchange.averaging_size > 1:
+        if has_gap and counts_samples and exchange.averaging_size > 1:
             self._require_unsplit(_NO_BACKWARD)
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
@@ -140,7 +141,7 @@ class StepChecks(UpdateFeature):
 
     def after_backward(self) -> None:
         update = self._train_state.update
-        is_final = update.in_last_micro_batch and not update.has_logical_workers
+        is_final = update.in_last_micro_batch and not update.plan.has_fixed_parts
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:

@@ -67,7 +67,7 @@ class TorchSources(DataSources):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
         options = self._settings.options
-        if options.layout.has_logical_workers:
+        if options.layout.has_fixed_parts:
             for name, source in self._sources.items():
                 _check_equal_bits(name, source)
         for loader in filter(collates_iterable, (train_loader, validation_loader)):
@@ -170,11 +170,11 @@ class MapStyleSource(PartitionedSource):
         if (loader := self._kept_loader) is None:  # a copy that draws from a sampler of raysgd
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
             loader = clone(self.loader, **{name: EpochSampler()})
-            if partition.layout.has_logical_workers:
+            if partition.layout.seeds_parts:
                 loader = with_dataset(loader, SeededSamples(data))
             if self.loader.persistent_workers:
                 self._kept_loader = loader
-        seeds = (self._seed, epoch) if partition.layout.has_logical_workers else None
+        seeds = (self._seed, epoch) if partition.layout.seeds_parts else None
         loader._index_sampler.keys = _keys(order, spans, seeds, self.loader.batch_size is not None)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
@@ -200,7 +200,7 @@ class MapStyleSource(PartitionedSource):
             num_collated = stop - start if self._collates else None
             if self._assigns_batches:
                 num_collated = sum(map(len, pick_keys(order, start, stop)))
-            if self._partition.layout.has_logical_workers:
+            if self._partition.layout.seeds_parts:
                 seed_all(self._seed, epoch, start)  # for user code
             yield ReadBatch(batch, num_collated)
         next(batches, None)  # ends the loader's processes
@@ -347,7 +347,7 @@ def wrap_loader(
     if (may_partition or is_distributed(whole)) and not why:
         return MapStyleSource(whole, layout=layout, **partition_arguments)
     # A stream has no logical workers, which `_check_equal_bits` reports.
-    if may_partition and not is_read_once(loader) and not layout.has_logical_workers:
+    if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
         return IterableSource(loader, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, user_selects=not partitions, why_not_partitioned=why)

@@ -8,20 +8,22 @@ Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea.
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
-- ``options.layout``, which `TorchOptions.layout` makes: the strategy (`strategy_name`), the parts
-  of a step and the weights of their metrics (`EpochPartition`), seeds for samples and user code
-  (`MapStyleSource`), the batch size in the config of a worker (`OperatorRunner`), of its loader
-  (`PartitionedSource`, `DataSources`), and in an error (`Options`), and errors for batches that
-  must not be split (`MicroBatching.refuse_split`) and data sets of a call
-  (`OperatorTrainer.train`). `wrap_loader` groups no iterable data sets into parts: an error of
-  `TorchSources` replaces the warning of `DataSources`.
-- ``options.exact``: deterministic operations (`TorchRunner`), and what does not work with the mode
-  (`conflicts.check`). `TorchOptions` unsets split_on_oom.
-- ``update.has_logical_workers``: an update needs copies, ends with its commit, and counts as one of
-  several micro-batches (`Update`). `Rollback` permits changes of parameters before it. Each worker
-  has the metrics of all (`MetricsRecorder`), whose sums have a fixed order (`BadStepFilter`,
-  `TrainingOperator`). The total of losses (`LossWeights`). Errors for steps that cannot be made in
-  parts (`StepChecks`). `BufferBackup` leaves the buffers of micro-batches to `EqualBitsBuffers`.
+- ``options.layout``, which `TorchOptions.layout` makes. ``has_fixed_parts``: the parts of a step
+  and the weights of their metrics (`EpochPartition`), the batch size in the config of a worker
+  (`OperatorRunner`), of its loader (`PartitionedSource`, `DataSources`), and in an error
+  (`Options`), and errors for batches that must not be split (`MicroBatching.refuse_split`) and data
+  sets of a call (`OperatorTrainer.train`). `wrap_loader` groups no iterable data sets into parts:
+  an error of `TorchSources` replaces the warning of `DataSources`. ``seeds_parts``: seeds for
+  samples and user code (`MapStyleSource`).
+- ``update.plan.has_fixed_parts``: an update counts as one of several micro-batches, into which no
+  batch was split (`Update`). Its gradients are not final before the step (`StepChecks`). `Rollback`
+  permits changes of parameters before it.
+- The exchange. ``divides_by_counts``: the total of losses (`LossWeights`), which have one count
+  (`StepChecks`). ``sums_exactly``: sums of losses and metrics (`BadStepFilter`,
+  `TrainingOperator`). ``counts_in_commit``: an update needs copies, and ends with its commit
+  (`OptimizerSteps`). ``gathers_metrics``: each worker has the metrics of all (`MetricsRecorder`).
+- ``options.exact``: the strategy (`strategy_name`), deterministic operations (`TorchRunner`), and
+  what does not work with the mode (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``num_operations`` of the process group, if this is gloo: whether ``train_batch`` communicates.
 """
 
@@ -66,8 +68,12 @@ class EqualBitsExchange(GroupExchange):
     """
 
     keeps_all_equal = True
-    why_optimizer_step = _MODE
     averaging_size = 1  # gradients are summed
+    divides_by_counts = True
+    sums_exactly = True
+    counts_in_commit = True
+    gathers_metrics = True
+    why_optimizer_step = _MODE
 
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
@@ -216,10 +222,11 @@ class EqualBitsExchange(GroupExchange):
         flags = self._reduce_flags(kind, [*collected.flags, *self._buffers.merge_kinds()])
         partition = self._train_state.data.training_source.partition
         total = sum_over_workers(collected.tree, self._num_logical_workers, partition.shares)
+        self.gradient_factor = 1.0
         if update.loss_weights.counted_items is not None:
             *total, count = total
-            update.loss_weights.set_total_items(count.item())
-            multiply_all(total, update.loss_weights.exchange_factor)
+            self.gradient_factor = update.loss_weights.set_total_items(count.item())
+            multiply_all(total, self.gradient_factor)
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):
             # Sums of workers have another layout, which may change the order of later sums.
             parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None

@@ -22,6 +22,13 @@ class GradientExchange(UpdateFeature):
     Workers can then train only parameters that were registered."""
     averaging_size = 1
     """Number of workers that average their gradients. 1 if they add them up, or for one worker."""
+    divides_by_counts = False
+    """Whether `complete_gradients` divides sums by all items that losses count, if they do. Losses
+    are then divided by the samples of the update."""
+    gradient_factor = 1.0
+    """Factor of the newest gradients in `complete_gradients`, if it divides by counts."""
+    sums_exactly = False
+    """Whether sums, such as those of losses and metrics, must not depend on the workers."""
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:
         """Prepare the models and optimizers, in `register`, with two of its arguments."""

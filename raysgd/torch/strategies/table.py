@@ -13,6 +13,8 @@ replicated  yes           all                  yes            yes               
 optimizer   yes           models               no             yes                all workers
 full        yes           nothing              no             yes                all workers
 ==========  ============  ===================  =============  =================  ===================
+
+Only equal bits has `divides_by_counts`, `sums_exactly`, `counts_in_commit`, and `gathers_metrics`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +125,7 @@ def strategy_name(options: TorchOptions, sharding: str | None, distributed: bool
 
     Options win over `sharding`: `conflicts.py` lists those that a value of `sharding` refuses.
     """
-    if options.layout.has_logical_workers:
+    if options.exact is not None:
         return "equal bits"
     if not (options.wrap_ddp or options.use_horovod):
         return "own models"

@@ -403,7 +403,8 @@ def test_rollback_restores_the_wrapped_optimizer():
     optimizer = Wrapping(model)
     model(X).sum().backward()
     optimizer.step()
-    rollback, update = rollback_of([optimizer]), Update(has_logical_workers=True)
+    rollback, update = rollback_of([optimizer]), Update()
+    update.optimizer_steps.expect([optimizer], counts_in_commit=True)
     before = copy.deepcopy(optimizer.base.state)
     rollback.begin_update(update)
     optimizer.step()
@@ -440,7 +441,8 @@ def test_states_of_several_tensors_are_copied_sent_and_restored(process_group):
     optimizer = momentum(net())
     parameter = optimizer.param_groups[0]["params"][0]
     optimizer.state[parameter]["exp_avg"] = packed
-    rollback, update = rollback_of([optimizer]), Update(has_logical_workers=True)
+    rollback, update = rollback_of([optimizer]), Update()
+    update.optimizer_steps.expect([optimizer], counts_in_commit=True)
     rollback.begin_update(update)
     copied = map_leaves({"state": [packed]}, try_copy)["state"][0]
     sent = TorchCollectives(torch.device("cpu")).broadcast(lambda: {"a": packed}, 0)["a"]

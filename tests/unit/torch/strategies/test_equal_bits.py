@@ -249,7 +249,8 @@ def test_random_numbers_of_a_data_set_follow_the_position_in_the_epoch():
 
 def test_kept_loader_processes_use_a_new_seed():
     loader = DataLoader(Augmented(8, False), 4, num_workers=1, persistent_workers=True)
-    sizes = {"training": True, "world_size": 1, "rank": 0, "layout": StepLayout(1, "a test")}
+    layout = StepLayout(1, "a test", seeds_parts=True)
+    sizes = {"training": True, "world_size": 1, "rank": 0, "layout": layout}
     source, fresh = (MapStyleSource(loader, seed=seed, **sizes) for seed in (1, 2))
     batches = list(source.batches(0, 0))
     source.reseed(2)
