@@ -13,8 +13,8 @@ from raysgd._internal.progress import ReportedPosition
 from raysgd._internal.runner import Request
 from raysgd.callbacks.base import LastCall
 from raysgd.callbacks.callback_list import CallbackList
-from raysgd.driver.results import CallResult, Results
-from raysgd.elastic.call import Call, CallHistory, LogPointCollector
+from raysgd.driver.results import MergedResult, Results
+from raysgd.elastic.call import Call, LogPointCollector
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import CallbackPause, LeavingMetricsRequest, TrainRequest, ValidateRequest
 
@@ -61,7 +61,7 @@ class Dispatcher:
         options = {"max_retries": _MAX_RETRIES, **options}
         if (training := self._training) is not None:  # a worker may leave during this call
             options["leaving_metrics_request"] = training.leaving_metrics_request
-            options["history"] = CallHistory(leaving_outcomes=training.history.leaving_outcomes)
+            options["leaving_outcomes"] = training.leaving_outcomes
         call = Call(request=request, make_replay=self._make_replay, **options)
         return self.controller.run(call)
 
@@ -84,7 +84,7 @@ class Dispatcher:
 
     # ---- train
 
-    def train(self, num_steps: int | None, max_retries: int, **arguments: Any) -> CallResult:
+    def train(self, num_steps: int | None, max_retries: int, **arguments: Any) -> MergedResult:
         """Run a call of ``train`` with further arguments of its request.
 
         `num_steps` is the number of steps to train. None means the rest of the epoch.
@@ -104,7 +104,7 @@ class Dispatcher:
                 has_batches=True,
                 can_pause=True,
                 leaving_metrics_request=LeavingMetricsRequest(call_number=number),
-                history=CallHistory(log_points=log_points),
+                log_points=log_points,
             )
             self._training = call
             try:
@@ -120,7 +120,7 @@ class Dispatcher:
                 start = self._train_starts.pop(number, results.position)
                 results.report_bad_steps()
             speed = self.controller.speed.end_interval("train")
-            answers += [outcome.unpack() for outcome in call.history.leaving_outcomes]
+            answers += [outcome.unpack() for outcome in call.leaving_outcomes]
             last_call = LastCall("train", ended, seconds, speed, results.position.epoch_samples)
             return results.report_training(answers, last_call, start)
 
@@ -157,7 +157,7 @@ class Dispatcher:
         num_steps: int | None = None,
         profile: bool = False,
         from_start: bool = False,
-    ) -> CallResult:
+    ) -> MergedResult:
         """Run a call of ``validate``.
 
         After a failed call, the next call begins at the same batch, or from the start.

@@ -42,8 +42,8 @@ class FitArguments:
         as_dict("fit", "info", self.info)
 
 
-class CallResult(NamedTuple):
-    """The result of a call of train or validate."""
+class MergedResult(NamedTuple):
+    """The merged metrics of a call of train or validate."""
 
     mergeable: list[dict[str, Any]]
     """Metrics with their weights by rank, then those of workers that have left."""
@@ -85,9 +85,9 @@ class Results:
     _log_position: ReportedPosition | None = None
     """Where the workers were at the point that `on_log` receives."""
     _metrics_in_hook: dict[str, Any] = field(default_factory=dict)
-    _training: CallResult | None = None
+    _training: MergedResult | None = None
     """The newest training, until it is reported with a validation."""
-    _validation: CallResult | None = None
+    _validation: MergedResult | None = None
     """The first complete validation after this training."""
     _num_validated_epochs: int = 0
     """Number of epochs that need no validation anymore."""
@@ -157,7 +157,7 @@ class Results:
         self.has_bad_loss = bool(bad)
         return merged
 
-    def _report(self, hook: str, result: CallResult) -> None:
+    def _report(self, hook: str, result: MergedResult) -> None:
         """Pass the metrics of a call to the callbacks, which may add metrics."""
         self.last_call, metrics = result.last_call, result.merged
         before, self._metrics_in_hook = self._metrics_in_hook, metrics
@@ -169,10 +169,10 @@ class Results:
 
     def report_training(
         self, answers: list[Any], last_call: LastCall, start: ReportedPosition
-    ) -> CallResult:
+    ) -> MergedResult:
         """Merge the metrics of a call of train that began at `start`, and report the result."""
         merged = with_epoch(self.epoch, self._merge(answers))
-        result = CallResult(answers, merged, last_call, self.epoch)
+        result = MergedResult(answers, merged, last_call, self.epoch)
         has_steps = any(answers) or self.position.global_step > start.global_step
         if start.in_epoch and not has_steps:  # the epoch had no batch left, and has only ended
             self.restore_due_validation({})
@@ -187,9 +187,9 @@ class Results:
         self.callback_list.notify_pause()  # of those that save
         return result
 
-    def report_validation(self, answers: list[Any], last_call: LastCall) -> CallResult:
+    def report_validation(self, answers: list[Any], last_call: LastCall) -> MergedResult:
         """Merge the metrics of a call of validate, and report the result."""
-        result = CallResult(answers, self._merge(answers), last_call)
+        result = MergedResult(answers, self._merge(answers), last_call)
         if last_call.is_complete and self._training is not None:
             self._validation = result
         try:
@@ -268,5 +268,5 @@ class Results:
         self._due_step = None if due is None else self.position.global_step
         self._num_validated_epochs = self.position.epoch
         call = LastCall("train", time.time(), 0.0)
-        self._training = None if due is None else CallResult([], due, call)
+        self._training = None if due is None else MergedResult([], due, call)
         self._validation = None

@@ -61,22 +61,18 @@ class LogPointCollector:
 
 
 @dataclass(eq=False)
-class CallHistory:
-    """What has happened to a call so far. Calls with different requests can share it."""
+class LossHistory:
+    """The losses of a call so far. Calls with different requests can share it."""
 
-    num_failures: int = 0
-    """Number of failures, each with one or several lost workers."""
+    num_losses: int = 0
+    """Number of losses since the call began, each of one or several workers."""
     causes: list[str] = field(default_factory=list)
-    """Where and why workers were lost. `GroupRecord.add_event` adds them."""
-    leaving_outcomes: list[Any] = field(default_factory=list)
-    """Outcomes of the `leaving_metrics_request` of workers that have left."""
-    log_points: LogPointCollector = field(default_factory=LogPointCollector)
-    """Collects what the workers measure while the call runs. By default, they release it."""
+    """Where and why workers were lost, also before the call began."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """What the caller wants from the runners. Only its `history` changes while it runs.
+    """What the caller wants from the runners, and what comes of it.
 
     The controller repeats it after each loss of workers, so the request must state its goal in
     absolute terms. The workers treat all attempts of `Controller.run` as one call.
@@ -88,7 +84,7 @@ class Call:
     rank: int | None = None
     """Rank of the only worker that gets the request; None for all."""
     max_retries: float = 0
-    """Maximum number of failures in its history. ``math.inf`` means no limit."""
+    """Maximum of `losses.num_losses`. ``math.inf`` means no limit."""
     open_inbox: Callable[[Sequence[str]], Inbox] | None = None
     """Returns the `Inbox` on these hosts for large answers. By default, Ray carries them."""
     allows_any_size: bool = False
@@ -107,7 +103,12 @@ class Call:
     """Receives the progress of all workers while the call runs."""
     leaving_metrics_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
-    history: CallHistory = field(default_factory=CallHistory)
+    # What it collects while it runs
+    leaving_outcomes: list[Any] = field(default_factory=list)
+    """Outcomes of the `leaving_metrics_request` of workers that have left."""
+    log_points: LogPointCollector = field(default_factory=LogPointCollector)
+    """Collects what the workers measure. By default, they release it."""
+    losses: LossHistory = field(default_factory=LossHistory)
 
     @property
     def name(self) -> str:

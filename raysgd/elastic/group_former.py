@@ -159,12 +159,12 @@ class GroupFormer:
 
     def collect_metrics(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
-        call, history = self.record.call, self.record.call.history
+        call = self.record.call
         if call.leaving_metrics_request is None or not members:
             return
         outcomes = self.rpc.send_to_idle(members, call.leaving_metrics_request, ANSWER_S)
-        history.leaving_outcomes += [e for e in outcomes.values() if e.unpack() is not None]
-        history.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
+        call.leaving_outcomes.extend(e for e in outcomes.values() if e.unpack() is not None)
+        call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts
 
@@ -198,7 +198,7 @@ class GroupFormer:
             self.rpc.check_open()
             self.starter.advance(starting)
             if starting and (error := self.starter.error) is not None:
-                if isinstance(error, WorkerLostError) and self.record.call.history.causes:
+                if isinstance(error, WorkerLostError) and self.record.call.losses.causes:
                     raise self.record.make_error(str(error), cause=error)
                 raise error
             now = self.group.clock.monotonic()
@@ -237,7 +237,7 @@ class GroupFormer:
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of workers that left.
         self.record.set_progress(progress)
-        step, results = progress.position.global_step, self.record.call.history.leaving_outcomes
+        step, results = progress.position.global_step, self.record.call.leaving_outcomes
         results[:] = [each for each in results if each.progress.position.global_step <= step]
         self.starter.forget_joined(members)
         if not self.starter.may_join_later:

@@ -107,7 +107,7 @@ class GroupRecord:
         names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self.policy.survivors_stay else 0
-            self.call.history.causes.append(f"{names[0]}: {cause}")
+            self.call.losses.causes.append(f"{names[0]}: {cause}")
         event = Event(
             kind=kind,
             generation=self.generation,
@@ -144,7 +144,7 @@ class GroupRecord:
         name = self.call.name
         what = f"The call of {name}() failed" if name else "The workers did not start"
         error = WorkerLostError(
-            "\n".join([f"{what}: {why.rstrip('.')}.", *self.call.history.causes]),
+            "\n".join([f"{what}: {why.rstrip('.')}.", *self.call.losses.causes]),
             rank=-1 if member is None else self.ranks.get(member, -1),
             node_id="" if member is None else member.location.node_id,
             cause="" if cause is None else cause_of(member, cause),

@@ -151,8 +151,8 @@ class Supervisor:
         """Count a failure. Return why it ends the call, or an empty text."""
         execution, call = self.execution, self.record.call
         if execution.has_begun:
-            call.history.num_failures += 1
-            if call.history.num_failures > (most := call.max_retries):
+            call.losses.num_losses += 1
+            if call.losses.num_losses > (most := call.max_retries):
                 return f"workers were lost in one call more often than max_retries={most}"
         else:
             execution.num_early_failures += 1
@@ -229,14 +229,14 @@ class Supervisor:
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
-        call.history.log_points.begin(self.record.position.global_step, members)
+        call.log_points.begin(self.record.position.global_step, members)
         request = call.request
         if call.rank is None:
             shares = self.share_balancer.choose_for(members)
             request = request.for_attempt(shares, self.execution.min_splits)
         self.execution.min_splits = 0
         if self.group.options.is_inline:
-            if call.on_progress is not None or call.history.log_points.on_log is not None:
+            if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))
             return request, None
         packed = pack_as(f"the arguments of {call.name}", request)
@@ -254,7 +254,7 @@ class Supervisor:
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         known = attempt.outcomes
         progress = {m: known[m].progress for m in self.group.members if m in known}
-        call.history.log_points.add(progress, self.group.members)
+        call.log_points.add(progress, self.group.members)
         self.record.set_progress(*(progress.values() or [polled]))
         if progress:
             self.observe(progress)
@@ -290,10 +290,10 @@ class Supervisor:
 
     def _poll_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
         """Return the progress of the members that answer, and show it."""
-        progress = self.rpc.ask_progress(call.history.log_points.acknowledged_step)
+        progress = self.rpc.ask_progress(call.log_points.acknowledged_step)
         if call.on_progress is not None:
             call.on_progress([each.bar for each in progress.values()])
-        call.history.log_points.add(progress, self.group.members)
+        call.log_points.add(progress, self.group.members)
         return progress
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:

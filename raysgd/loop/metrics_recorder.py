@@ -9,7 +9,7 @@ from typing import Any
 from raysgd._internal.progress import LogPoint
 from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
 from raysgd.cluster.serialization import pack
-from raysgd.loop.train_state import CallState, TrainState
+from raysgd.loop.train_state import TrainState, WorkerCall
 from raysgd.metrics import AverageMeterCollection, merge_segments
 
 _PROFILED = {"data": DATA, "fwd": FORWARD, "grad": BACKWARD, "apply": OPTIMIZER}
@@ -30,7 +30,7 @@ class MetricsRecorder:
 
     def begin(self, call_number: int) -> None:
         train_state, old = self._train_state, self._train_state.call
-        train_state.call = CallState(call_number, old.start_step, old.scheduler_call)
+        train_state.call = WorkerCall(call_number, old.start_step, old.scheduler_call)
         self.clear()
         self._points.clear()
         train_state.timers.reset()
@@ -62,7 +62,7 @@ class MetricsRecorder:
         """Continue a call that other workers have begun, without their metrics."""
         if self._train_state.call.call_number != call["call_number"]:
             self.own_metrics = []
-        self._train_state.call = CallState(**{**call, "merged_metrics": [*call["merged_metrics"]]})
+        self._train_state.call = WorkerCall(**{**call, "merged_metrics": [*call["merged_metrics"]]})
 
     def _segment_metrics(self, is_leaving: bool, since: int = 0) -> list[Mapping[str, Any]]:
         """Return the metrics of segments that began at step `since` or later, for the driver."""

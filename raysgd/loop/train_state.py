@@ -38,7 +38,7 @@ class Position:
 
 
 @dataclass
-class CallState:
+class WorkerCall:
     """State of a call on a worker. A worker that joins the call receives it."""
 
     call_number: int = -1
@@ -116,7 +116,7 @@ class TrainState(ABC):
         self.lacks_state = False  # joins the group, and does not have its state yet
         self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.position = Position()
-        self.call = CallState()  # the newest one
+        self.call = WorkerCall()  # the newest one
         # Of the segment in progress. The next segment resets them.
         self.segment: Any = None  # a Segment; None between them
         # Committed steps when user code set the global step, and the value that it set.

@@ -54,7 +54,7 @@ class _Run:
     checkpoints: RunCheckpoints
     datasets: Datasets
     call: Call
-    """Its history counts the losses of workers over all requests of the run."""
+    """Its `losses` counts the losses of workers over all requests of the run."""
     skips_reports: bool = False
     """Whether to skip reports."""
     growth_policy: GrowthPolicy = field(default_factory=GrowthPolicy)
@@ -309,7 +309,7 @@ class BackendExecutor:
             run = self._run
             self.abort()
             if run is not None and isinstance(error, WorkerLostError):
-                number, allowed = run.call.history.num_failures, run.call.max_retries
+                number, allowed = run.call.losses.num_losses, run.call.max_retries
                 error.args = (
                     f"The training function lost workers {number} time{'s' * (number != 1)}, but "
                     f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",

@@ -159,7 +159,7 @@ class Driver:
 
     @property
     def losses_in_call(self):
-        return self.call.history.num_failures
+        return self.call.losses.num_losses
 
     def shutdown(self):
         self.controller.shutdown()

@@ -55,8 +55,8 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     assert before not in controller.members
     assert len(controller.members) == num_workers
     assert world.trained == list(range(1, 201))
-    assert [outcome.unpack() for outcome in record.history.leaving_outcomes] == ["of 0"]
-    assert record.history.num_failures == 0
+    assert [outcome.unpack() for outcome in record.leaving_outcomes] == ["of 0"]
+    assert record.losses.num_losses == 0
 
 
 @pytest.mark.parametrize("snapshot_every", [1000, 10])
@@ -69,9 +69,7 @@ def test_metrics_of_a_worker_that_left_do_not_count_if_its_steps_run_again(start
     assert kinds(controller)[-1] == "restarted"
     repeated = controller.events[-1].step == 0
     assert repeated == (snapshot_every == 1000)
-    assert [outcome.unpack() for outcome in record.history.leaving_outcomes] == ["of 1"] * (
-        not repeated
-    )
+    assert [outcome.unpack() for outcome in record.leaving_outcomes] == ["of 1"] * (not repeated)
 
 
 def test_leaving_worker_that_dies_is_no_loss(start):
@@ -81,7 +79,7 @@ def test_leaving_worker_that_dies_is_no_loss(start):
     world.on_meeting.append(lambda: before.die("its time is over"))
     record = train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
-    assert (record.history.leaving_outcomes, record.history.num_failures) == ([], 0)
+    assert (record.leaving_outcomes, record.losses.num_losses) == ([], 0)
 
 
 def test_without_room_workers_leave_shortly_before_the_deadline(start):
@@ -224,7 +222,7 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
     world.at_step(21, lambda: world.lose(1))
     record = train(controller, 200, max_retries=3)
     assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
-    assert record.history.num_failures == 1
+    assert record.losses.num_losses == 1
     assert len(controller.members) == 3
 
 

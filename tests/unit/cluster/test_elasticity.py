@@ -94,7 +94,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     assert set(survivors) < set(controller.members)
     assert [member.num_joins for member in controller.members if member not in survivors] == [1]
     assert world.trained == list(range(1, 101))
-    assert run.call.history.num_failures == 1
+    assert run.call.losses.num_losses == 1
     lost, resumed, grown = controller.events[1:]
     assert [event.num_workers for event in controller.events] == [3, 2, 2, 3]
     assert (lost.ranks, resumed.ranks) == ((1,), (0, 1))
@@ -191,7 +191,7 @@ def test_replacement_that_raises_is_retried_later(world, failing):
     assert run_until(controller, 400, max_retries=0) == [400] * 3
     failed = [event for event in controller.events if event.kind == "replacement_failed"]
     assert {event.cause for event in failed} == {"no such file"}
-    assert run.call.history.num_failures == 0
+    assert run.call.losses.num_losses == 0
     assert world.trained == list(range(1, 401))
 
 
@@ -203,7 +203,7 @@ def test_death_during_a_join_counts_only_for_members_and_replacements_join_later
     world.on_meeting.append(lambda: world.workers[rank].die("OOM while joining"))
     assert run_until(two_of_three, 400, max_retries=num_failures) == [400] * 3
     assert world.workers[rank] not in two_of_three.members
-    assert run.call.history.num_failures == num_failures
+    assert run.call.losses.num_losses == num_failures
     assert kinds(two_of_three).count("replacement_failed") == 1 - num_failures
     assert world.trained == list(range(1, 401))
 
@@ -369,7 +369,7 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     assert controller.events[-1].step in (10, 20)  # of a snapshot that the driver has fetched
     lost = [event.step for event in controller.events if event.kind == "lost"]
     assert all(controller.events[-1].step <= step <= 25 for step in lost)
-    assert run.call.history.num_failures == 1
+    assert run.call.losses.num_losses == 1
     assert len(world.reservations) == 1  # the restart reuses their slots
 
 

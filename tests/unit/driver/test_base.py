@@ -43,7 +43,7 @@ def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer, m
             return global_step + 1
 
         def on_pause(self, trainer):  # as if a second worker had left after step 1
-            points = calls[-1].history.log_points
+            points = calls[-1].log_points
             measured = Measurements(log_points=[part(points.call_number, 1, 4, False)])
             points.add({"worker": Progress(measured=measured)}, ())
 
@@ -79,7 +79,7 @@ def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch, in_p
     def leave(call):
         answers = run(call)
         if call.leaving_metrics_request and isinstance(call.request, StateRequest) == in_pause:
-            call.history.leaving_outcomes.append(Outcome("ok", {"num_samples": 7}, Progress()))
+            call.leaving_outcomes.append(Outcome("ok", {"num_samples": 7}, Progress()))
         return answers
 
     monkeypatch.setattr(trainer._dispatcher.controller, "run", leave)

@@ -111,10 +111,10 @@ def test_a_loss_in_a_replay_is_a_retry_if_the_call_has_begun(world, has_begun):
     world.at_step(27, lambda: lose_all(world))
     with pytest.raises(WorkerLostError, match=f"max_retries={int(has_begun)}"):
         train(controller, max_retries=int(has_begun), make_replay=make_replay)
-    assert run.call.history.num_failures == 1 + has_begun
+    assert run.call.losses.num_losses == 1 + has_begun
     if not has_begun:  # the next call repairs the group
         assert train(controller, make_replay=make_replay) == [40] * 3
-        assert run.call.history.num_failures == 0
+        assert run.call.losses.num_losses == 0
     assert kinds(controller).count("lost") == 6
 
 
