@@ -21,7 +21,7 @@ class Request:
     def for_attempt(self, shares: tuple[float, ...] | None, min_splits: int) -> Request:
         """Return the request with relative shares of the workers, by rank, if it trains.
 
-        `min_splits` is the minimum number of micro-batches per batch, or 0.
+        `min_splits` is the minimum number of micro-batches per batch, or 0. See `RetrySplitError`.
         """
         return self
 
@@ -61,8 +61,9 @@ class PausedError(Exception):
 class RetrySplitError(Exception):
     """Raised by a runner that ran out of memory in a step and has rolled the step back.
 
-    The caller can repeat the request with each batch split into as many micro-batches as the
-    argument says.
+    The next attempt splits each batch into as many micro-batches as the argument, `min_splits`,
+    says. All workers must do so at the same step, therefore it travels over the driver: in the
+    worker's `Outcome`, and from its `Attempt` in the `TrainRequest` of the next one.
     """
 
 

@@ -149,7 +149,7 @@ class Controller:
             )
 
     def _abort_attempt(self, error: BaseException) -> None:
-        attempt = self._supervisor.execution.attempt
+        attempt = self._supervisor.running.attempt
         if self.state == "running":
             self.state = "ready" if attempt is None else "broken"
             if attempt is not None:
@@ -222,13 +222,13 @@ class Controller:
             self.snapshots.rescue(self._rpc)
         if not self._policy.survivors_stay:
             self._former.discard_all()
-        if why := self._supervisor.count_failure():
+        if why := self._supervisor.count_loss():
             self._starter.advance_if_allowed()
             raise self._make_error(why, *next(iter(lost.items())))
 
     def _make_error(self, why: str, *first_lost: Any) -> WorkerLostError:
         if not self.members:  # a restart in this call may have begun before it
-            before = self._supervisor.execution.progress_before
+            before = self._supervisor.running.progress_before
             self.record.set_progress(self.record.progress, before)
         return self.record.make_error(why, *first_lost)
 

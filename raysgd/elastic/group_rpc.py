@@ -89,6 +89,11 @@ class Attempt:
         """Whether the attempt has a cause, or needs none."""
         return bool(self.lost or self.first_user_error or self.why_new_generation is not None)
 
+    @property
+    def min_splits(self) -> int:
+        """Number of micro-batches per batch that the next attempt needs, or 0 for no change."""
+        return 0 if self.first_user_error is None else self.first_user_error[1].min_splits
+
     def collect(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
         waiting = self._clock.wait(self.pending.values(), timeout_s, FIRST_COMPLETED)
@@ -135,10 +140,8 @@ class Attempt:
             return AttemptResult("ready", outcomes=None if is_partial else outcomes)
         if self.lost:
             return AttemptResult("broken", lost=self.lost)
-        if self.first_user_error is not None:
-            repeats = self.first_user_error[1].min_splits > 0
-        else:
-            repeats = can_repeat and self.why_new_generation is not None
+        can_repeat = can_repeat and self.why_new_generation is not None
+        repeats = can_repeat if self.first_user_error is None else self.min_splits > 0
         return AttemptResult("broken", error=None if repeats else self.make_error())
 
     def make_error(self) -> BaseException:

@@ -22,11 +22,10 @@ class PreemptionMonitor:
         self._step_s = 0.0
         self._announced: set[tuple[WorkerHandle, str]] = set()  # with causes
         self.must_save = False
-        """Whether to save soon: workers leave before any worker can replace them.
+        """Whether to save soon: workers leave before any worker can replace them."""
 
-        `Supervisor` pauses the call, stores the state, resets this, and then sets a goal at which
-        callbacks save.
-        """
+    def record_save(self) -> None:
+        self.must_save = False
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         members = list(self._group.members)

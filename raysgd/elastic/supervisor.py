@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from raysgd._internal.progress import HeldState, ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.clock import Clock
@@ -104,8 +104,8 @@ class HealthMonitor:
 
 
 @dataclass(eq=False)
-class CallExecution:
-    """What the supervisor keeps while `Controller.run` executes a call."""
+class RunningCall:
+    """What the supervisor keeps of the running call between its attempts."""
 
     progress_before: Progress
     """The progress before the call. It counts, even if a later step has damaged the state."""
@@ -114,16 +114,12 @@ class CallExecution:
     replay: Call | None = None
     """The call that repeats steps lost with all workers."""
     has_begun: bool = False
-    """Whether the first attempt that is no replay has begun. All later failures cause retries."""
-    num_early_failures: int = 0
-    """Number of failures before the call began."""
+    """Whether the first attempt that is no replay has begun. All later losses cause retries."""
+    num_early_losses: int = 0
+    """Number of losses before the call began."""
     has_warned_of_replay: bool = False
-    min_splits: int = 0
-    """Number of micro-batches per batch in the next attempt; 0 for no change."""
-    needs_goal: bool = True
-    """Whether the next attempt sets the goal of the call: the first, and each after a save."""
-    saves_soon: bool = False
-    """Whether callbacks save soon with that goal."""
+    goal: Literal["due", "due with a save", "set"] = "due"
+    """Whether the next attempt sets the goal of the call. See `Supervisor._set_goal`."""
 
 
 @dataclass(eq=False)
@@ -145,18 +141,18 @@ class Supervisor:
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
         self.record.call = call
-        self.execution = CallExecution(self.record.progress._replace(held_state=HeldState()))
+        self.running = RunningCall(self.record.progress._replace(held_state=HeldState()))
 
-    def count_failure(self) -> str:
-        """Count a failure. Return why it ends the call, or an empty text."""
-        execution, call = self.execution, self.record.call
-        if execution.has_begun:
+    def count_loss(self) -> str:
+        """Count a loss. Return why it ends the call, or an empty text."""
+        running, call = self.running, self.record.call
+        if running.has_begun:
             call.losses.num_losses += 1
             if call.losses.num_losses > (most := call.max_retries):
                 return f"workers were lost in one call more often than max_retries={most}"
         else:
-            execution.num_early_failures += 1
-            if (number := execution.num_early_failures) > self.record.policy.elastic.max_attempts:
+            running.num_early_losses += 1
+            if (number := running.num_early_losses) > self.record.policy.elastic.max_attempts:
                 return f"workers were lost {number} times before the call began"
         return ""
 
@@ -173,47 +169,56 @@ class Supervisor:
 
     def _find_replay(self) -> Call | None:
         """Return the call that repeats steps lost with all workers, or None."""
-        execution, call = self.execution, self.record.call
-        before = execution.progress_before.position
+        running, call = self.running, self.record.call
+        before = running.progress_before.position
         step = self.record.position.global_step
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return None
-        if not execution.has_warned_of_replay:
-            execution.has_warned_of_replay = True
+        if not running.has_warned_of_replay:
+            running.has_warned_of_replay = True
             logger.warning(
                 "Steps %d to %d were lost with all workers. They run again, with the `info` and "
                 "`dataset` of the newest call of train().",
                 step + 1,
                 before.global_step,
             )
-        if execution.replay is None and call.make_replay is not None:
-            execution.replay = call.make_replay(before)
-        return execution.replay
+        if running.replay is None and call.make_replay is not None:
+            running.replay = call.make_replay(before)
+        return running.replay
+
+    def _set_goal(self) -> Call:
+        """Return the running call. Set its goal if that is due, in an attempt that is no replay.
+
+        ``due`` in a new call. ``due with a save`` when workers leave before any worker can replace
+        them: `PreemptionMonitor.must_save` pauses the attempt, the driver stores the state, and
+        callbacks save soon after the new goal. Otherwise ``set``.
+        """
+        running, call = self.running, self.record.call
+        if running.goal != "set" and call.make_request is not None:
+            newest = newest_progress([self.record.progress, running.progress_before])
+            request = call.make_request(newest.position, running.goal == "due with a save")
+            self.record.call = call = replace(call, request=request)
+            running.goal = "set"
+        return call
 
     def run_attempt(self) -> AttemptResult:
         """Run one attempt at the call. The attempt ends shortly after a failure."""
-        execution, call = self.execution, self.record.call
-        replay = self._find_replay()
-        execution.has_begun |= replay is None
-        if self.preemption.must_save and call.can_pause:
+        running, replay = self.running, self._find_replay()
+        running.has_begun |= replay is None
+        if self.preemption.must_save and self.record.call.can_pause:
             self.snapshots.rescue(self.rpc)
-            self.preemption.must_save = False
-            execution.needs_goal = execution.saves_soon = True
-        execution.attempt = None
+            self.preemption.record_save()
+            running.goal = "due with a save"
+        min_splits = 0 if running.attempt is None else running.attempt.min_splits
+        running.attempt = None
         if self.rpc.is_pausing:  # the last attempt has not reached its pause
             self.rpc.pause_at(None)
-        if replay is not None:
-            call = replay
-        elif execution.needs_goal and call.make_request is not None:
-            newest = newest_progress([self.record.progress, execution.progress_before])
-            request = call.make_request(newest.position, execution.saves_soon)
-            self.record.call = call = replace(call, request=request)
-            execution.needs_goal = False
+        call = replay or self._set_goal()
         members = self.group.members[:] if call.rank is None else [self.group.members[call.rank]]
         with contextlib.ExitStack() as stack:
-            packed, inbox = self._pack_request(call, members, stack)
-            execution.attempt = attempt = Attempt({}, self.group.clock)
+            packed, inbox = self._pack_request(call, members, min_splits, stack)
+            running.attempt = attempt = Attempt({}, self.group.clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 future = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
                 attempt.add(member, future)
@@ -226,15 +231,18 @@ class Supervisor:
         return self._end_attempt(call, replay is not None, attempt, polled)
 
     def _pack_request(
-        self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
+        self,
+        call: Call,
+        members: Sequence[WorkerHandle],
+        min_splits: int,
+        stack: contextlib.ExitStack,
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
         call.log_points.begin(self.record.position.global_step, members)
         request = call.request
         if call.rank is None:
             shares = self.share_balancer.choose_for(members)
-            request = request.for_attempt(shares, self.execution.min_splits)
-        self.execution.min_splits = 0
+            request = request.for_attempt(shares, min_splits)
         if self.group.options.is_inline:
             if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))
@@ -263,10 +271,9 @@ class Supervisor:
             self.snapshots.await_changed_snapshot()
         if attempt.first_user_error is not None:
             member, outcome = attempt.first_user_error
-            self.execution.min_splits = outcome.min_splits
-            if outcome.min_splits:
+            if attempt.min_splits:
                 cause = repr(outcome.unpack())
-                self.record.add_event("split", [member], cause=cause, factor=outcome.min_splits)
+                self.record.add_event("split", [member], cause=cause, factor=attempt.min_splits)
             elif result.error is not None:
                 self.record.add_event("user_error", [member], cause=repr(result.error))
         return result
