@@ -69,7 +69,7 @@ class HeldState(NamedTuple):
     """What a worker has of the state. `StatePlacement` writes it, and `raysgd.elastic` reads it."""
 
     is_complete: bool = True
-    """Whether the worker has all of the state. Otherwise it has shards."""
+    """Whether the worker has all of the state. Otherwise it may have the only copy of a shard."""
     condition: Literal["good", "damaged", "lost"] = "good"
     """``damaged`` if an optimizer raised within a step; another worker may have a good state.
     ``lost`` if all workers with some shard of the state were lost."""

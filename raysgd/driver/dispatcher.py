@@ -94,9 +94,7 @@ class Dispatcher:
         with self.callback_list.within_call():
             request = TrainRequest(call_number=next(self.call_numbers), **arguments)
             number = request.call_number
-            log_points = LogPointCollector(number, acknowledged_step=-1)
-            if results.fit_arguments.log_every:
-                log_points.on_log = results.report_points
+            on_log = results.report_points if results.fit_arguments.log_every else None
             call = Call(
                 request=request,
                 make_request=partial(self._make_train_request, request, num_steps),
@@ -104,7 +102,7 @@ class Dispatcher:
                 has_batches=True,
                 can_pause=True,
                 leaving_metrics_request=LeavingMetricsRequest(call_number=number),
-                log_points=log_points,
+                log_points=LogPointCollector(number, on_log, acknowledged_step=-1),
             )
             self._training = call
             try:

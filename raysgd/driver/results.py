@@ -97,7 +97,7 @@ class Results:
     @property
     def position(self) -> ReportedPosition:
         """The position of the group, or in `on_log` that of the point."""
-        return self._log_position or self.controller.record.position
+        return self._log_position or self.controller.record.progress.position
 
     @property
     def epoch(self) -> int:

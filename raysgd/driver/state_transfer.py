@@ -23,7 +23,6 @@ from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.driver.dispatcher import Dispatcher
 from raysgd.elastic.call import LoadRequest
-from raysgd.elastic.policies import may_have_only_copy
 from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
@@ -96,7 +95,8 @@ class StateTransfer:
 
     def _fetch(self, request: Request, method: str, open_inbox: Any = Inbox) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
-        rank = None if may_have_only_copy(self.dispatcher.controller.record.progress) else 0
+        held_state = self.dispatcher.controller.record.progress.held_state
+        rank = 0 if held_state.is_complete else None
         options = {"rank": rank, "open_inbox": open_inbox, "allows_any_size": True}
         return self.dispatcher.run(request, method=method, **options)
 
@@ -119,7 +119,7 @@ class StateTransfer:
         is_remote = bool(members) and all(member.is_remote for member in members)
         with controller.speed.saving():
             driver_entries = self._driver_entries(provenance)
-            if is_remote and not (may_have_only_copy(progress) or _allows_user_types()):
+            if is_remote and progress.held_state.is_complete and not _allows_user_types():
                 request = SaveRequest(
                     driver_entries=driver_entries,
                     generator_states=self._prepare_export("save"),

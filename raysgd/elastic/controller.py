@@ -34,7 +34,6 @@ from raysgd.elastic.snapshot_keeper import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
 from raysgd.elastic.supervisor import Supervisor
 from raysgd.elastic.worker_starter import WorkerStarter
-from raysgd.errors import WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class Controller:
         arguments = (*created.values(), sys.path)
         self.record = record = GroupRecord(group, policy)
         self.events, self._backend = record.events, backend
-        self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(record), SpeedMonitor(group)
+        self.snapshots, self.speed = snapshots, speed = SnapshotKeeper(group), SpeedMonitor(group)
         self._rpc = rpc = GroupRpc(record, self._check_open, timeout_s)
         self._preemption = preemption = PreemptionMonitor(record)
         self._starter = starter = WorkerStarter(record, preemption, arguments, timeout_s)
@@ -156,7 +155,7 @@ class Controller:
                 self._rpc.interrupt(attempt)
                 self.record.set_progress(*self._rpc.ask_progress().values())
         if attempt is not None and isinstance(error, KeyboardInterrupt):
-            self.record.interruption = "interrupted by Ctrl-C"
+            self.record.interrupt_call()
 
     # ---- supervision
 
@@ -183,7 +182,7 @@ class Controller:
         if num_workers + len(joining) < self.record.num_required:
             if not policy.may_grow:
                 shortage = self.record.describe_shortage()
-                raise self._make_error(f"{shortage}, and grow=False starts no replacements")
+                raise self.record.make_error(f"{shortage}, and grow=False starts no replacements")
             former.await_workers()
             return AttemptResult(self.state)
         if self.state == "ready" and not joining and not leaving:
@@ -194,13 +193,13 @@ class Controller:
         if leaving:
             former.collect_metrics(self.members)
         if leaving or policy.rescues_state:
-            self.snapshots.rescue(self._rpc)
+            self._supervisor.rescue_state()
         return self._restart()
 
     def _restart(self) -> AttemptResult:
         """Stop the members, and start all workers, with the state of the snapshot."""
         if not self.can_restart():
-            raise self._make_error(f"all workers are lost, {NO_SNAPSHOT}")
+            raise self.record.make_error(f"all workers are lost, {NO_SNAPSHOT}")
         self.state, self._awaits_load = "broken", self.record.call.replaces_state
         before = self.record.progress
         try:
@@ -219,18 +218,12 @@ class Controller:
             self._starter.expect_replacement(member)
             self._group.discard(member)
         if self._policy.rescues_state:
-            self.snapshots.rescue(self._rpc)
+            self._supervisor.rescue_state()
         if not self._policy.survivors_stay:
             self._former.discard_all()
         if why := self._supervisor.count_loss():
             self._starter.advance_if_allowed()
-            raise self._make_error(why, *next(iter(lost.items())))
-
-    def _make_error(self, why: str, *first_lost: Any) -> WorkerLostError:
-        if not self.members:  # a restart in this call may have begun before it
-            before = self._supervisor.running.progress_before
-            self.record.set_progress(self.record.progress, before)
-        return self.record.make_error(why, *first_lost)
+            raise self.record.make_error(why, *next(iter(lost.items())))
 
     # ---- calls
 
@@ -269,7 +262,7 @@ class Controller:
         if self._policy.keeps_snapshots or self.record.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
-        return bool(step == self.record.position.global_step)
+        return bool(step == self.record.progress.position.global_step)
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.

@@ -136,7 +136,7 @@ class GroupFormer:
 
     def _rescue_shards(self, staying: Sequence[WorkerHandle]) -> None:
         """Copy shards of the workers that leave to one that stays, if there may be no others."""
-        if policies.may_have_only_copy(self.record.progress):
+        if not self.record.progress.held_state.is_complete:
             leaving = [member for member in self.group.members if member not in staying]
             for outcome in self.rpc.send_to_idle(leaving, ExportShardsRequest()).values():
                 if (shards := outcome.unpack()) is not None:
@@ -148,7 +148,7 @@ class GroupFormer:
         """Make a new generation the group, and release the workers that leave."""
         leaving = [member for member in self.group.members if member not in next_members]
         self.group.members[:] = next_members
-        self.record.ranks = {member: rank for rank, member in enumerate(next_members)}
+        self.record.assign_ranks(next_members)
         self.starter.forget_joined(joining)
         seconds = self.group.clock.monotonic() - began
         self.collect_metrics(leaving)
@@ -228,7 +228,7 @@ class GroupFormer:
             self._discard_lost(lost)
             return False
         members = self.group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
-        self.record.ranks = {member: rank for rank, member in enumerate(members)}
+        self.record.assign_ranks(members)
         progress = Progress()
         for attempt in self._start_phases(members):
             if attempt.has_failed:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.paths import without_secrets
-from raysgd._internal.progress import Progress, ReportedPosition
+from raysgd._internal.progress import HeldState, Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _WARNINGS = {
     "lost": "Lost %(names)s: %(cause)s",
     "replacement_failed": "A replacement worker failed before it joined: %(cause)s",
-    "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
+    "split": "Worker %(workers)s ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
     "waiting": "%(cause)s. Waiting %(seconds).1f s for workers.",
     "resumed": "Training continues with %(num_workers)d of %(max_workers)d workers, no step lost.",
@@ -59,17 +59,23 @@ class GroupRecord:
         """The newest known progress. Only `set_progress` sets it."""
         self.events: list[Event] = []
         """The events, oldest first. Only `add_event` adds some."""
-        self.call = Call()
-        """The running call, with its newest request. Only `Supervisor` sets it."""
-        self.interruption = ""
-        """Why the newest call ended, if Ctrl-C stopped its workers and no event followed.
-        `Controller` sets it, and `add_event` resets it."""
+        self._interruption = ""  # until the next event
         self.on_event: Callable[[], Callable[[], None] | None] = lambda: None
         """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
+        self.begin_call(Call())
 
-    @property
-    def position(self) -> ReportedPosition:
-        return self.progress.position
+    def begin_call(self, call: Call) -> None:
+        """Set the running call, or an empty one at its end. Only `Supervisor` does so."""
+        self.call = call
+        # It counts, even if a later step of the call has damaged the state.
+        self.progress_before = self.progress._replace(held_state=HeldState())
+
+    def interrupt_call(self) -> None:
+        """Record that Ctrl-C has stopped workers in the running call."""
+        self._interruption = "interrupted by Ctrl-C"
+
+    def assign_ranks(self, members: Sequence[WorkerHandle]) -> None:
+        self.ranks = {member: rank for rank, member in enumerate(members)}
 
     @property
     def num_required(self) -> int:
@@ -101,8 +107,8 @@ class GroupRecord:
     ) -> None:
         """Add an event with further `values` of `Event`, and log it."""
         if kind in ("resumed", "restarted"):
-            cause = cause or self.interruption
-        self.interruption = ""
+            cause = cause or self._interruption
+        self._interruption = ""
         num_workers, max_workers = len(self.group.members), self.group.options.num_workers
         names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
         if kind == "lost":  # the lost worker is still a member
@@ -113,7 +119,7 @@ class GroupRecord:
             generation=self.generation,
             ranks=tuple(self.ranks.get(member, -1) for member in members),
             nodes=tuple(member.location.node_id for member in members),
-            step=self.position.global_step,
+            step=self.progress.position.global_step,
             cause=without_secrets(cause),  # events are written to files and sent to servers
             num_workers=num_workers,
             **values,
@@ -121,7 +127,6 @@ class GroupRecord:
         self.events.append(event)
         shown = {
             **vars(event),
-            "rank": next(iter(event.ranks), -1),
             "workers": list_ranks(self.ranks, members),
             "max_workers": max_workers,
             "names": ", ".join(names),
@@ -141,6 +146,8 @@ class GroupRecord:
         cause: BaseException | None = None,
     ) -> WorkerLostError:
         """Return the error that ends the call, with the causes of its losses."""
+        if not self.group.members:  # a restart in this call may have begun before it
+            self.set_progress(self.progress, self.progress_before)
         name = self.call.name
         what = f"The call of {name}() failed" if name else "The workers did not start"
         error = WorkerLostError(

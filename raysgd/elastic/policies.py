@@ -115,14 +115,9 @@ def state_senders(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
     >>> state_senders({"a": Progress(), "b": Progress()})
     [['a'], ['b']]
     """
-    if any(map(may_have_only_copy, progress.values())):
+    if not all(each.held_state.is_complete for each in progress.values()):
         return [list(progress)]
     return [[member] for member in progress]
-
-
-def may_have_only_copy(progress: Progress) -> bool:
-    """Return whether a worker may have the only copy of a part of the state."""
-    return not progress.held_state.is_complete
 
 
 def backoff_s(attempt: int, config: ElasticConfig) -> float:

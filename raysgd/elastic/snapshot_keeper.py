@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from raysgd._internal.progress import Progress
 from raysgd.checkpoint.shards import collect_shards
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import Inbox, StorageError, store_copy, unnamed_file
 from raysgd.cluster.serialization import PackedValue, pack
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
-from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.group_rpc import GroupRpc
 from raysgd.elastic.policies import state_senders
 from raysgd.errors import CheckpointError
@@ -42,8 +42,8 @@ class SnapshotKeeper:
     The driver keeps the snapshot, because a worker's objects in the Ray store die with the worker.
     """
 
-    def __init__(self, record: GroupRecord) -> None:
-        self._group, self._record = record.group, record
+    def __init__(self, group: ActorGroup) -> None:
+        self._group = group
         self._shards: Sequence[ReadState] = ()  # one for each rank if the state is sharded
         self._step = -1
         self._incoming: _IncomingSnapshot | None = None
@@ -109,8 +109,8 @@ class SnapshotKeeper:
             self._group.clock.wait(self._incoming.futures, _CHANGED_SNAPSHOT_S)
         self._num_changes_at_end = self._num_changes
 
-    def rescue(self, rpc: GroupRpc) -> None:
-        """Keep the state of a member that answers, if there is one. Its progress counts."""
+    def rescue(self, rpc: GroupRpc) -> Progress | None:
+        """Keep the state of a member that answers, if there is one. Return its progress."""
         progress = rpc.ask_progress()
         sets = [each for each in state_senders(progress) if any(m.is_remote for m in each)]
         for members in sorted(sets, key=lambda each: -progress[each[0]].position.global_step):
@@ -118,7 +118,8 @@ class SnapshotKeeper:
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
                 self.replace_with(*shards, step=progress[members[0]].position.global_step)
-                return self._record.set_progress(progress[members[0]])
+                return progress[members[0]]
+        return None
 
     def _rescue(self, rpc: GroupRpc, members: Sequence[WorkerHandle]) -> list[ReadState]:
         request = RestartStateRequest(num_workers=len(members))

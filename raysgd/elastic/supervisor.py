@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd._internal.progress import HeldState, ProcessStatus, Progress, ReportedPosition
+from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
@@ -46,16 +46,12 @@ _BLOCKED_S = 0.7
 """Seconds that a blocked collective may take before the driver interrupts it."""
 
 
-@dataclass(eq=False)
 class HealthMonitor:
     """Watches one attempt at a call."""
 
-    attempt: Attempt
-    ranks: Mapping[WorkerHandle, int]
-    clock: Clock
-
-    def __post_init__(self) -> None:
-        self._progressed_at = self.clock.monotonic()  # or infinity after a log
+    def __init__(self, attempt: Attempt, ranks: Mapping[WorkerHandle, int], clock: Clock) -> None:
+        self._attempt, self._ranks, self._clock = attempt, ranks, clock
+        self._progressed_at = self._clock.monotonic()  # or infinity after a log
         self._positions: dict[WorkerHandle, ReportedPosition] = {}
         self._collectives: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
@@ -65,10 +61,10 @@ class HealthMonitor:
 
         A collective cannot end if each busy worker waits in one and all others have returned.
         """
-        now = self.clock.monotonic()
+        now = self._clock.monotonic()
         known, unknown = {m: p.process for m, p in progress.items()}, ProcessStatus()
-        waiting = {m: known.get(m, unknown).collective for m in self.attempt.pending}
-        returned = {m: known.get(m, unknown) for m in self.attempt.outcomes}
+        waiting = {m: known.get(m, unknown).collective for m in self._attempt.pending}
+        returned = {m: known.get(m, unknown) for m in self._attempt.outcomes}
         # A worker that has returned may have started a collective that is still running.
         are_idle = all(p.blocked_on_driver and p.collective is None for p in returned.values())
         if not (returned and are_idle) or None in waiting.values():
@@ -77,8 +73,8 @@ class HealthMonitor:
             self._collectives, self._waiting_since = waiting, now
         elif now - self._waiting_since >= _BLOCKED_S:
             return (
-                f"Workers {list_ranks(self.ranks, waiting)} wait in a collective for workers "
-                f"{list_ranks(self.ranks, returned)}, which have returned, or reported or saved "
+                f"Workers {list_ranks(self._ranks, waiting)} wait in a collective for workers "
+                f"{list_ranks(self._ranks, returned)}, which have returned, or reported or saved "
                 "more often. All workers must train, communicate, report, and save equally often "
                 "and in the same order."
             )
@@ -87,17 +83,17 @@ class HealthMonitor:
     def log_standstill(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Log the stacks of all workers if no batch has finished for long."""
         seen = {member: each.position for member, each in progress.items()}
-        now = self.clock.monotonic()
+        now = self._clock.monotonic()
         if any(seen[member] != self._positions.get(member) for member in seen):
             self._positions, self._progressed_at = {**self._positions, **seen}, now
         waited_s = now - self._progressed_at
         if waited_s >= _STANDSTILL_S:
             self._progressed_at = math.inf
-            futures = {m: m.submit_control(Worker.stacks) for m in self.attempt.pending}
-            self.clock.wait(futures.values(), _STACKS_S)
+            futures = {m: m.submit_control(Worker.stacks) for m in self._attempt.pending}
+            self._clock.wait(futures.values(), _STACKS_S)
             received, none = results_of(futures), "no answer: the process is stopped or gone"
             stacks = [
-                f"Worker {self.ranks[member]} on {member.name}:\n{received.get(member, none)}"
+                f"Worker {self._ranks[member]} on {member.name}:\n{received.get(member, none)}"
                 for member in futures
             ]
             logger.warning("No batch finished for %.0f s. %s", waited_s, "\n".join(stacks))
@@ -107,8 +103,8 @@ class HealthMonitor:
 class RunningCall:
     """What the supervisor keeps of the running call between its attempts."""
 
-    progress_before: Progress
-    """The progress before the call. It counts, even if a later step has damaged the state."""
+    call: Call
+    """The call, with its newest goal."""
     attempt: Attempt | None = None
     """The newest attempt, or None before the first worker receives the call."""
     replay: Call | None = None
@@ -140,8 +136,8 @@ class Supervisor:
 
     def set_call(self, call: Call) -> None:
         """Supervise this call from now on. It is the running call."""
-        self.record.call = call
-        self.running = RunningCall(self.record.progress._replace(held_state=HeldState()))
+        self.record.begin_call(call)
+        self.running = RunningCall(call)
 
     def count_loss(self) -> str:
         """Count a loss. Return why it ends the call, or an empty text."""
@@ -167,11 +163,15 @@ class Supervisor:
         self.share_balancer.observe(progress)
         self.speed.observe(progress)
 
+    def rescue_state(self) -> None:
+        """Keep the state of a member that answers, if there is one. Its progress counts."""
+        self.record.set_progress(self.snapshots.rescue(self.rpc))
+
     def _find_replay(self) -> Call | None:
         """Return the call that repeats steps lost with all workers, or None."""
         running, call = self.running, self.record.call
-        before = running.progress_before.position
-        step = self.record.position.global_step
+        before = self.record.progress_before.position
+        step = self.record.progress.position.global_step
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return None
@@ -188,26 +188,24 @@ class Supervisor:
         return running.replay
 
     def _set_goal(self) -> Call:
-        """Return the running call. Set its goal if that is due, in an attempt that is no replay.
+        """Return the running call with its goal. Set that if it is due, but not in a replay.
 
-        ``due`` in a new call. ``due with a save`` when workers leave before any worker can replace
-        them: `PreemptionMonitor.must_save` pauses the attempt, the driver stores the state, and
-        callbacks save soon after the new goal. Otherwise ``set``.
+        ``due``: it is a new call. ``due with a save``: `PreemptionMonitor.must_save` has paused the
+        call, and the driver has stored the state.
         """
-        running, call = self.running, self.record.call
-        if running.goal != "set" and call.make_request is not None:
-            newest = newest_progress([self.record.progress, running.progress_before])
-            request = call.make_request(newest.position, running.goal == "due with a save")
-            self.record.call = call = replace(call, request=request)
-            running.goal = "set"
-        return call
+        running, make_request = self.running, self.record.call.make_request
+        if running.goal != "set" and make_request is not None:
+            newest = newest_progress([self.record.progress, self.record.progress_before])
+            request = make_request(newest.position, running.goal == "due with a save")
+            running.call, running.goal = replace(running.call, request=request), "set"
+        return running.call
 
     def run_attempt(self) -> AttemptResult:
         """Run one attempt at the call. The attempt ends shortly after a failure."""
         running, replay = self.running, self._find_replay()
         running.has_begun |= replay is None
         if self.preemption.must_save and self.record.call.can_pause:
-            self.snapshots.rescue(self.rpc)
+            self.rescue_state()
             self.preemption.record_save()
             running.goal = "due with a save"
         min_splits = 0 if running.attempt is None else running.attempt.min_splits
@@ -216,8 +214,12 @@ class Supervisor:
             self.rpc.pause_at(None)
         call = replay or self._set_goal()
         members = self.group.members[:] if call.rank is None else [self.group.members[call.rank]]
+        call.log_points.begin(self.record.progress.position.global_step, members)
+        if call.rank is None:
+            shares = self.share_balancer.choose_for(members)
+            call = replace(call, request=call.request.for_attempt(shares, min_splits))
         with contextlib.ExitStack() as stack:
-            packed, inbox = self._pack_request(call, members, min_splits, stack)
+            packed, inbox = self._pack_request(call, members, stack)
             running.attempt = attempt = Attempt({}, self.group.clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 future = member.submit_work(Worker.handle, packed, inbox and inbox.expect())
@@ -231,18 +233,10 @@ class Supervisor:
         return self._end_attempt(call, replay is not None, attempt, polled)
 
     def _pack_request(
-        self,
-        call: Call,
-        members: Sequence[WorkerHandle],
-        min_splits: int,
-        stack: contextlib.ExitStack,
+        self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
-        call.log_points.begin(self.record.position.global_step, members)
         request = call.request
-        if call.rank is None:
-            shares = self.share_balancer.choose_for(members)
-            request = request.for_attempt(shares, min_splits)
         if self.group.options.is_inline:
             if call.on_progress is not None or call.log_points.on_log is not None:
                 stack.enter_context(self._showing_progress(call))

@@ -147,7 +147,7 @@ class Driver:
 
     @property
     def step(self):
-        return self.controller.record.position.global_step
+        return self.controller.record.progress.position.global_step
 
     @property
     def has_snapshot(self):

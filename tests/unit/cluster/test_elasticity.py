@@ -121,7 +121,7 @@ def test_the_progress_of_survivors_is_known_before_they_continue(world):
         if event.kind == "lost":
             controller.record.set_progress(Progress())  # the survivors have not answered yet
         if event.kind == "resumed":
-            behind.append(event.step - controller.record.position.global_step)
+            behind.append(event.step - controller.record.progress.position.global_step)
 
     controller.record.on_event = lambda: note
     world.at_step(20, lambda: world.lose(1))
@@ -399,7 +399,7 @@ def test_without_snapshots_losing_all_ends_the_call(world):
     with pytest.raises(WorkerLostError, match="snapshot_every=None") as caught:
         run_until(controller, 30, max_retries=1)
     assert str(caught.value).count("OOM") == 3
-    assert controller.record.position.global_step == 12
+    assert controller.record.progress.position.global_step == 12
     # later calls name the same way out
     first, _, _ = str(caught.value).partition("\n")
     for method in ("train", "work"):
@@ -425,7 +425,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
             run_until(controller, 30, max_retries=1)
     world.kept_by_driver = 0  # new workers do not load the snapshot
     run(controller, "load", state={"global_step": 7}, max_retries=1)
-    assert controller.record.position.global_step == 7
+    assert controller.record.progress.position.global_step == 7
     assert run_until(controller, 30) == [30] * 3
 
 
@@ -443,7 +443,7 @@ def test_after_a_failed_load_all_restart_from_the_snapshot(world):
     bad = {"global_step": 7, "error": ValueError("another model")}
     with pytest.raises(ValueError, match="another model"):
         run(controller, "load", state=bad, max_retries=1)
-    assert controller.record.position.global_step == 25
+    assert controller.record.progress.position.global_step == 25
     world.kept_by_driver = kept
     assert run_until(controller, 30) == [30] * 3
     assert controller.events[-1].step == kept > 0

@@ -45,7 +45,7 @@ def at(step):
 
 def make_keeper(num_members):
     group = SimpleNamespace(members=[None] * num_members)
-    return SnapshotKeeper(SimpleNamespace(group=group, set_progress=lambda progress: None))
+    return SnapshotKeeper(group)
 
 
 @pytest.fixture
