@@ -236,7 +236,7 @@ class Controller:
         try:
             self._supervisor.set_call(call)
             with self._aborting_on_error():
-                if len(self.members) < self.record.num_required or self._starter.attempts_left <= 0:
+                if len(self.members) < self.record.num_required or self._starter.starts_left <= 0:
                     self._starter.reset_failures()  # once per call, to limit the attempts
                 result = self._run_attempts()
                 if result.error is not None:

@@ -138,8 +138,8 @@ class WorkerStarter:
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""
         self._crashes_in_row: dict[AnySlot | None, tuple[Phase, int]] = {}
         """By slot: the phase of the newest crashes of pending workers, and their number."""
-        self.attempts_left = self.config.max_attempts
-        """Number of failures until no more workers start. A reset restores it."""
+        self.starts_left = self.config.max_attempts
+        """Number of failed starts until no more workers start. A reset restores it."""
         self._next_starts: dict[AnySlot, float] = {}
         """When the slots that have failed may start another worker."""
         self._resized_at = self.group.clock.monotonic()
@@ -173,7 +173,7 @@ class WorkerStarter:
 
     def reset_failures(self) -> None:
         """Reset the failures of pending workers, because their cause may be gone."""
-        self.attempts_left, self._next_starts = self.config.max_attempts, {}
+        self.starts_left, self._next_starts = self.config.max_attempts, {}
         self.error = None
 
     def request_slots(self) -> bool:
@@ -202,7 +202,7 @@ class WorkerStarter:
                 self._remove(worker)  # other workers took the rank, or all members stay
             if not self._pending:
                 self.group.cancel_extra_requests()
-        elif self.attempts_left > 0:
+        elif self.starts_left > 0:
             self._advance_each(self._start_missing(starting))
 
     def _num_vacant_ranks(self) -> int:
@@ -275,12 +275,12 @@ class WorkerStarter:
                 )
         elif self.record.is_first_start or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
-        wait_s = backoff_s(self.config.max_attempts - self.attempts_left, self.config)
+        wait_s = backoff_s(self.config.max_attempts - self.starts_left, self.config)
         self._next_starts[slot] = self.group.clock.monotonic() + wait_s
         # No worker can load a damaged state.
-        uses_all = isinstance(error, CheckpointError) and self.attempts_left > 0
-        self.attempts_left = 0 if uses_all else self.attempts_left - 1
-        if self.attempts_left == 0:
+        uses_all = isinstance(error, CheckpointError) and self.starts_left > 0
+        self.starts_left = 0 if uses_all else self.starts_left - 1
+        if self.starts_left == 0:
             logger.warning("No more replacement workers start in this call.")
 
     def _remove(self, worker: PendingWorker) -> None:
