@@ -95,8 +95,7 @@ class StateTransfer:
 
     def _fetch(self, request: Request, method: str, open_inbox: Any = Inbox) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
-        held_state = self.dispatcher.controller.record.progress.held_state
-        rank = 0 if held_state.is_complete else None
+        rank = None if self.dispatcher.controller.record.has_shards else 0
         options = {"rank": rank, "open_inbox": open_inbox, "allows_any_size": True}
         return self.dispatcher.run(request, method=method, **options)
 
@@ -112,14 +111,14 @@ class StateTransfer:
         check_flags("save", provenance=provenance, frozen=frozen)
         self.dispatcher.check_open()
         target, controller = Location(path), self.dispatcher.controller
-        members, progress = controller.members, controller.record.progress
+        members, has_shards = controller.members, controller.record.has_shards
         manifest = checkpoint.Manifest(
             world_size=len(members), operator=self.options.training_operator_cls.__qualname__
         )
         is_remote = bool(members) and all(member.is_remote for member in members)
         with controller.speed.saving():
             driver_entries = self._driver_entries(provenance)
-            if is_remote and progress.held_state.is_complete and not _allows_user_types():
+            if is_remote and not (has_shards or _allows_user_types()):
                 request = SaveRequest(
                     driver_entries=driver_entries,
                     generator_states=self._prepare_export("save"),

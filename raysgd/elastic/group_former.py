@@ -136,7 +136,7 @@ class GroupFormer:
 
     def _rescue_shards(self, staying: Sequence[WorkerHandle]) -> None:
         """Copy shards of the workers that leave to one that stays, if there may be no others."""
-        if not self.record.progress.held_state.is_complete:
+        if self.record.has_shards:
             leaving = [member for member in self.group.members if member not in staying]
             for outcome in self.rpc.send_to_idle(leaving, ExportShardsRequest()).values():
                 if (shards := outcome.unpack()) is not None:

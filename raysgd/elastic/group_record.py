@@ -71,11 +71,14 @@ class GroupRecord:
         self.progress_before = self.progress._replace(held_state=HeldState())
 
     def interrupt_call(self) -> None:
-        """Record that Ctrl-C has stopped workers in the running call."""
         self._interruption = "interrupted by Ctrl-C"
 
     def assign_ranks(self, members: Sequence[WorkerHandle]) -> None:
         self.ranks = {member: rank for rank, member in enumerate(members)}
+
+    @property
+    def has_shards(self) -> bool:
+        return not self.progress.held_state.is_complete
 
     @property
     def num_required(self) -> int:

@@ -103,8 +103,7 @@ class HealthMonitor:
 class RunningCall:
     """What the supervisor keeps of the running call between its attempts."""
 
-    call: Call
-    """The call, with its newest goal."""
+    call: Call  # with its newest goal
     attempt: Attempt | None = None
     """The newest attempt, or None before the first worker receives the call."""
     replay: Call | None = None
