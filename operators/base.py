@@ -265,7 +265,7 @@ class SupervisedOperator(ConfiguredOperator):
         with self.autocast():
             output, target = self.predict(batch)
             losses = self.losses(to_full_precision(output), target)
-            counted = self.count_for_backward(batch, len(target), default_items=losses.numel())
+            counted = self.count_items(batch, len(target), default_items=losses.numel())
             if counted.num_items is None and losses.dim() > 1:  # on all workers
                 counted = counted._replace(num_items=float(losses.numel()))
             total = losses.sum()

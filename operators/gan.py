@@ -116,7 +116,7 @@ class GAN(ConfiguredOperator):
             loss_real = _loss(on_real, 1 - smoothing)
         # Use separate passes: normalization layers must not mix real and generated samples, and a
         # layer that changes its buffers needs its backward pass before the next forward pass.
-        counted = self.count_for_backward(batch, count)
+        counted = self.count_items(batch, count)
         self.backward(loss_real, counted)
         with self.autocast():
             on_fake = to_full_precision(self.discriminator(fake.detach()))

@@ -1,9 +1,9 @@
 """Exact metrics over batches and workers: means, and other values that can be merged.
 
 A worker adds the metrics of its batches to meters. Each number in the result is a
-:class:`Computed`, which remembers its :class:`MergeableMetric`: for a mean, the weighted sum and
-the weight. `merge_workers` merges the metrics of all workers, and computes one dict of numbers. The
-idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
+:class:`MetricValue`, which remembers its :class:`MergeableMetric`: for a mean, the weighted sum and
+the weight. `merge_worker_metrics` merges the metrics of all workers, and computes one dict of
+numbers. The idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def ratio(total: Any, weight: Any) -> Any:
     return total / weight if weight else float("nan")
 
 
-class Computed(float):
+class MetricValue(float):
     """A number that remembers its metric, so that it can be merged.
 
     `suffix` is the end of the number's name, if the metric computes several numbers.
@@ -231,7 +231,7 @@ def _numbers(value: Any) -> dict[str, float]:
     return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 
 
-def values_of(name: str, metric: MergeableMetric, raises: bool = False) -> dict[str, Computed]:
+def values_of(name: str, metric: MergeableMetric, raises: bool = False) -> dict[str, MetricValue]:
     """Return the values of a metric, by name.
 
     A metric can fail on this worker's part of the data alone. Its value is then NaN, unless
@@ -246,7 +246,7 @@ def values_of(name: str, metric: MergeableMetric, raises: bool = False) -> dict[
         value = float("nan")
     values = {}
     for suffix, number in _numbers(value).items():
-        values[f"{name}{suffix}"] = each = Computed(number)
+        values[f"{name}{suffix}"] = each = MetricValue(number)
         each.metric, each.suffix = metric, suffix
     return values
 
@@ -331,7 +331,7 @@ class AverageMeterCollection:
             else:
                 self._not_averaged[name] = value
 
-    def has_bad_loss(self) -> bool:
+    def has_nonfinite_loss(self) -> bool:
         """Return whether a metric with ``loss`` in its name has a value that is not finite."""
         totals = [meter._total for name, meter in self._meters.items() if "loss" in name.lower()]
         for name, (merged, _) in self._mergeable.items():
@@ -355,8 +355,9 @@ class AverageMeterCollection:
     def summary(self) -> dict[str, Any]:
         """Return ``num_samples``, ``batch_count``, and the mean and last value of each metric.
 
-        For mergeable metrics, return the value instead of a mean. Means and these values are
-        :class:`Computed`. A metric that batches name ``last_k`` replaces the last value of ``k``.
+        For mergeable metrics, return the value instead of a mean. Means and these values are each
+        a :class:`MetricValue`. A metric that batches name ``last_k`` replaces the last value of
+        ``k``.
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         metrics: dict[str, Any] = {name: meter._as_sums() for name, meter in self._meters.items()}
@@ -374,7 +375,7 @@ class AverageMeterCollection:
 
 def _is_mean(name: str, value: Any) -> bool:
     is_own = name in (NUM_SAMPLES, BATCH_COUNT) or name.startswith("last_")  # of raysgd
-    return is_numeric(value) and (isinstance(value, Computed) or not is_own)
+    return is_numeric(value) and (isinstance(value, MetricValue) or not is_own)
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -405,7 +406,7 @@ def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
     """Return the metrics with the weight `weight`, unless it has ``num_samples``."""
     result = dict(metrics)
     for name, value in metrics.items():
-        if not (NUM_SAMPLES in metrics or isinstance(value, Computed)) and _is_mean(name, value):
+        if not (NUM_SAMPLES in metrics or isinstance(value, MetricValue)) and _is_mean(name, value):
             _check_size(name, value)
             result |= values_of(name, _sums_of(value, weight))
     return result
@@ -425,7 +426,7 @@ def _merge(
         values = {i: v for i, r in enumerate(results) if (v := r.get(name)) is not None}
         if not (values and all(_is_mean(name, value) for value in values.values())):
             merged[name] = combine(name, [*values.values()] or [None])
-        elif all(isinstance(value, Computed) for value in values.values()):
+        elif all(isinstance(value, MetricValue) for value in values.values()):
             # All numbers of a metric hold the same object, even if one computed only NaN.
             for i, value in values.items():
                 metrics.setdefault(name.removesuffix(value.suffix), {})[i] = value.metric
@@ -438,7 +439,7 @@ def _merge(
     return {name: merged[name] for name in names if name in merged} | merged
 
 
-def merge_segments(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_segment_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the results of one worker for consecutive segments of one call.
 
     Samples and batches are summed, means are weighted, and mergeable metrics are merged. For
@@ -465,7 +466,9 @@ def as_test_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge_workers(results: Sequence[Mapping[str, Any]], raises: bool = True) -> dict[str, Any]:
+def merge_worker_metrics(
+    results: Sequence[Mapping[str, Any]], raises: bool = True
+) -> dict[str, Any]:
     """Merge the results of all workers, in the order of their ranks.
 
     ``num_samples`` is summed. ``batch_count`` and ``last_k`` are averaged without weights.
@@ -473,7 +476,7 @@ def merge_workers(results: Sequence[Mapping[str, Any]], raises: bool = True) -> 
     numbers are averaged, weighted by each worker's samples. For texts and other values, the value
     of the lowest rank is kept. The keys are the union over the workers.
 
-    >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
+    >>> merge_worker_metrics([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
     """
 
@@ -483,4 +486,4 @@ def merge_workers(results: Sequence[Mapping[str, Any]], raises: bool = True) -> 
         return (sum if name == NUM_SAMPLES else mean)([on_cpu(value) for value in values])
 
     merged = _merge(results, combine, raises)
-    return {name: float(n) if isinstance(n, Computed) else n for name, n in merged.items()}
+    return {name: float(n) if isinstance(n, MetricValue) else n for name, n in merged.items()}

@@ -50,7 +50,7 @@ class Ledger(TrainingOperator):
             Ids(config["num_samples"]),
             batch_size=config.get(BATCH_SIZE, config.get("batch_size")),
             shuffle=True,
-            num_workers=config.get("loader_workers", 0),
+            num_workers=config.get("num_loader_workers", 0),
         )
 
     def train_batch(self, batch, batch_info):

@@ -76,7 +76,7 @@ class Classifier(TrainingOperator):
         data = make_data(config.get("num_samples", NUM_SAMPLES))
         settings = {
             "batch_size": config.get("batch_size", 32),
-            "num_workers": config.get("loader_workers", 0),
+            "num_workers": config.get("num_loader_workers", 0),
         }
         self.register_data(
             train_loader=DataLoader(data, shuffle=config.get("shuffle", True), **settings),

@@ -25,7 +25,7 @@ def env_seconds(name: str, default: float) -> float:
     return value
 
 
-def round_batch(size: Any, num_parts: int, argument: str = "num_workers") -> int:
+def round_batch_size(size: Any, num_parts: int, argument: str = "num_workers") -> int:
     """Return a global batch size, rounded down to a multiple of the parts of a step.
 
     Warn if that changes the size.

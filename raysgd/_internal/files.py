@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from filelock import FileLock
 
-from raysgd._internal.values import jsonable
+from raysgd._internal.values import to_jsonable
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def append_lines(path: Path, lines: Iterable[Mapping[str, Any]], keep_nan: bool 
     """Append JSON objects to a file, one per line."""
     complete_last_line(path)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(jsonable(line, keep_nan)) + "\n" for line in lines)
+        file.writelines(json.dumps(to_jsonable(line, keep_nan)) + "\n" for line in lines)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -31,12 +31,12 @@ class ReportedPosition(NamedTuple):
     epoch_samples: int = 0  # samples of an epoch of training, or 0 if unknown
 
 
-class BarStatus(NamedTuple):
+class BatchProgress(NamedTuple):
     """What a progress bar shows. `Supervisor` reads it, and passes it to callbacks."""
 
     global_step: int = 0
     num_batches: int = 0  # as `ReportedPosition.num_batches`
-    total_batches: int | None = None  # None if unknown
+    num_total_batches: int | None = None  # None if unknown
     num_samples: int = 0  # samples finished in the current call or epoch
     latest_metrics: Mapping[str, float] = {}  # the first ones
 
@@ -55,7 +55,7 @@ class SnapshotStatus(NamedTuple):
     """Which snapshot a worker has. `SnapshotKeeper` reads it."""
 
     step: int | None = None  # committed steps in the newest snapshot
-    num_changes: int = 0  # changes between steps that outdated the snapshots
+    num_invalidations: int = 0  # changes between steps that outdated the snapshots
 
 
 class UpdateStatus(NamedTuple):
@@ -65,7 +65,7 @@ class UpdateStatus(NamedTuple):
     bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
 
 
-class HeldState(NamedTuple):
+class StateStatus(NamedTuple):
     """What a worker has of the state. `StatePlacement` writes it, and `raysgd.elastic` reads it."""
 
     is_complete: bool = True
@@ -78,7 +78,9 @@ class HeldState(NamedTuple):
 class ProcessStatus(NamedTuple):
     """What a process does. The worker adds the last two. `raysgd.elastic` reads it."""
 
-    blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
+    is_blocked_on_driver: bool = (
+        False  # whether the worker's code has ended or waits for the driver
+    )
     failure_place: str = ""  # step and batch where the newest request failed, as text
     collective: int | None = None  # number of the collective that the worker waits for
     terminated_s: float | None = None  # seconds since the process got SIGTERM
@@ -91,9 +93,9 @@ class Progress(NamedTuple):
     """
 
     position: ReportedPosition = ReportedPosition()
-    bar: BarStatus = BarStatus()
+    bar: BatchProgress = BatchProgress()
     measured: Measurements = Measurements()
     snapshot: SnapshotStatus = SnapshotStatus()
     updates: UpdateStatus = UpdateStatus()
-    held_state: HeldState = HeldState()
+    state_status: StateStatus = StateStatus()
     process: ProcessStatus = ProcessStatus()

@@ -46,7 +46,7 @@ class WorkerContext:
     """Relative shares of the global batch set for nodes, by rank. None means equal shares."""
     is_alone: bool = False
     """Whether the process group has only this worker. True until a new worker joins the others."""
-    in_driver: bool = False
+    is_in_driver: bool = False
     node_ip: str = "127.0.0.1"
     visible_gpus: tuple[str, ...] = ()
     """IDs of the GPUs of all workers on this node, in order. Every worker sees all of them."""
@@ -99,11 +99,11 @@ class Runner(Protocol):
         Return the current number of committed steps.
         """
 
-    def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
+    def acquire_snapshot(self, num_invalidations: int | None = None) -> dict[str, Any] | None:
         """Return the newest snapshot, for a restart after the loss of all workers.
 
-        Return None if there is none, if it was sent, or if `SnapshotStatus.num_changes` is not
-        `num_changes`.
+        Return None if there is none, if it was sent, or if `SnapshotStatus.num_invalidations` is
+        not `num_invalidations`.
         """
         return None
 

@@ -23,7 +23,7 @@ class PhaseTotals(NamedTuple):
     seconds: tuple[float, ...] = (0.0,) * len(PHASES)
     num_steps: int = 0
     num_samples: float = 0
-    loader_workers: int | None = None  # ``num_workers`` of the train loader, if it has any
+    num_loader_workers: int | None = None  # ``num_workers`` of the train loader, if it has any
 
 
 class DeviceTiming:
@@ -95,7 +95,7 @@ class StepTiming:
         """Phase of ``train_batch`` outside of the known phases."""
         self.num_steps = 0
         self.num_samples: float = 0
-        self.loader_workers: int | None = None
+        self.num_loader_workers: int | None = None
         self._seconds = [0.0] * len(PHASES)
         self._since = perf_counter()
         self.thread: int | None = None
@@ -144,7 +144,7 @@ class StepTiming:
     @property
     def totals(self) -> PhaseTotals:
         seconds = tuple(self._seconds) if self._device is None else self._device.seconds
-        return PhaseTotals(seconds, self.num_steps, self.num_samples, self.loader_workers)
+        return PhaseTotals(seconds, self.num_steps, self.num_samples, self.num_loader_workers)
 
 
 _active: StepTiming | None = None

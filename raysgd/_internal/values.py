@@ -65,7 +65,7 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
     return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
 
 
-def jsonable(value: Any, keep_nan: bool = False) -> Any:
+def to_jsonable(value: Any, keep_nan: bool = False) -> Any:
     """Return `value` with JSON types only, or raise TypeError.
 
     Numbers that are not finite become strings, unless `keep_nan`.
@@ -76,9 +76,9 @@ def jsonable(value: Any, keep_nan: bool = False) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {str(key): jsonable(item, keep_nan) for key, item in value.items()}
+        return {str(key): to_jsonable(item, keep_nan) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [jsonable(item, keep_nan) for item in value]
+        return [to_jsonable(item, keep_nan) for item in value]
     if (plain := _as_scalar(value)) is None:
         raise TypeError(f"JSON cannot represent {value!r:.100}.")
     if isinstance(plain, float) and not math.isfinite(plain) and not keep_nan:
@@ -86,20 +86,20 @@ def jsonable(value: Any, keep_nan: bool = False) -> Any:
     return plain
 
 
-def json_dict(
+def to_json_dict(
     values: Mapping[Any, Any],
     otherwise: Callable[[Any], Any] | None = None,
     keep_nan: bool = False,
 ) -> dict[str, Any]:
     """Return a dict with JSON types only. `otherwise` converts other values; None omits them.
 
-    >>> json_dict({"lr": 0.5, "odd": {1}}), json_dict({"odd": {1}}, repr)
+    >>> to_json_dict({"lr": 0.5, "odd": {1}}), to_json_dict({"odd": {1}}, repr)
     ({'lr': 0.5}, {'odd': '{1}'})
     """
     converted = {}
     for key, value in values.items():
         try:
-            converted[str(key)] = jsonable(value, keep_nan)
+            converted[str(key)] = to_jsonable(value, keep_nan)
         except (TypeError, ValueError, RecursionError):
             if otherwise is not None:
                 converted[str(key)] = otherwise(value)

@@ -11,8 +11,8 @@ the packages that some of them need.
 from raysgd.callbacks.averaging import EMA as EMA
 from raysgd.callbacks.averaging import SWA as SWA
 from raysgd.callbacks.base import Callback as Callback
+from raysgd.callbacks.base import CallInfo as CallInfo
 from raysgd.callbacks.base import History as History
-from raysgd.callbacks.base import LastCall as LastCall
 from raysgd.callbacks.base import LoggerCallback as LoggerCallback
 from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
 from raysgd.callbacks.loggers import CsvLogger as CsvLogger
@@ -21,7 +21,7 @@ from raysgd.callbacks.loggers import MLflowLogger as MLflowLogger
 from raysgd.callbacks.loggers import TensorBoardLogger as TensorBoardLogger
 from raysgd.callbacks.loggers import WandbLogger as WandbLogger
 from raysgd.callbacks.measurements import DeviceStats as DeviceStats
-from raysgd.callbacks.measurements import LearningRateLogger as LearningRateLogger
+from raysgd.callbacks.measurements import LearningRateMonitor as LearningRateMonitor
 from raysgd.callbacks.measurements import ModelSummary as ModelSummary
 from raysgd.callbacks.measurements import TorchProfiler as TorchProfiler
 from raysgd.callbacks.progress import EpochLines as EpochLines

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from raysgd._internal.progress import BarStatus
+from raysgd._internal.progress import BatchProgress
 from raysgd._internal.values import numbers_in
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.events import Event
@@ -16,7 +16,7 @@ Trainer = Any
 """An `OperatorTrainer`, whose module imports this one. Users may annotate a `TorchTrainer`."""
 
 
-class LastCall(NamedTuple):
+class CallInfo(NamedTuple):
     """A call of ``train()`` or ``validate()`` that returned, or the steps before a log."""
 
     kind: str
@@ -42,7 +42,7 @@ class Callback:
         on_train_start
             on_log                         at the steps of fit(log_every=...)
             on_pause                       at the steps that next_pause returned
-            on_epoch_end or on_steps_end   once for each train()
+            on_epoch_end or on_partial_epoch_end   once for each train()
             on_validation_end              once for each validate()
             on_result                      once for each epoch of fit(), after its validation
             on_event                       at each event of the group of workers
@@ -88,7 +88,7 @@ class Callback:
         Later callbacks and the caller see metrics that you add to `metrics`.
         """
 
-    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_partial_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``train()`` that ended within an epoch.
 
         In ``fit()``, only ``max_steps`` ends an epoch early.
@@ -97,7 +97,7 @@ class Callback:
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``validate()``."""
 
-    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_result(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         """Handle the result of an epoch: of training and, if ``fit()`` validates it, of both.
 
         Outside of ``fit()``, each ``train()`` that completes an epoch has a result, and the first
@@ -109,7 +109,7 @@ class Callback:
             metrics: of both. A metric that validations have is never that of training.
         """
 
-    def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         """Handle the metrics of the steps since the last call of this hook in the epoch.
 
         The workers continue to train, so this comes up to about a second late. You cannot call
@@ -141,7 +141,7 @@ class Callback:
         You can read and save the state. ``train``, ``validate`` and ``load_state_dict`` raise.
         """
 
-    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BarStatus]) -> None:
+    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BatchProgress]) -> None:
         """Handle the progress of workers, several times per second during a call.
 
         Args:
@@ -165,15 +165,15 @@ class Callback:
 class LoggerCallback(Callback):
     """Writes the result of each call. Override `log`, and hooks such as `on_event`."""
 
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self.log(trainer, trainer.last_call, metrics)
 
-    on_steps_end = on_validation_end = on_epoch_end
+    on_partial_epoch_end = on_validation_end = on_epoch_end
 
-    def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         self.log(trainer, call, metrics)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.paths import as_path, without_secrets
-from raysgd._internal.progress import BarStatus
+from raysgd._internal.progress import BatchProgress
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.loggers import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
@@ -185,7 +185,7 @@ class CallbackList:
                 entry.num_events += 1
                 self._call_hook_of(entry, "on_event", events[entry.num_events - 1])
 
-    def notifier(self, kind: str) -> Callable[[Sequence[BarStatus]], None] | None:
+    def notifier(self, kind: str) -> Callable[[Sequence[BatchProgress]], None] | None:
         """Return a function that passes progress to callbacks; None if no callback uses it."""
         unused = Callback.on_progress
         listeners = [
@@ -196,7 +196,7 @@ class CallbackList:
         if not listeners:
             return None
 
-        def notify(progress: Sequence[BarStatus]) -> None:
+        def notify(progress: Sequence[BatchProgress]) -> None:
             for entry in list(listeners):
                 if not self._call_hook_of(entry, "on_progress", kind, progress):
                     listeners.remove(entry)  # report one failure per call

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from raysgd._internal.arguments import check_flags, resolve_mode
 from raysgd._internal.values import missing_metric
-from raysgd.callbacks.base import Callback, LastCall, Trainer
+from raysgd.callbacks.base import Callback, CallInfo, Trainer
 from raysgd.checkpoint import CheckpointStore
-from raysgd.checkpoint.file import NotFiniteError
+from raysgd.checkpoint.file import NonFiniteError
 from raysgd.checkpoint.location import Location
 from raysgd.errors import BadStepsError, CallbackError, CheckpointError, RaySGDError, RemoteError
 
@@ -141,10 +141,10 @@ class CheckpointCallback(Callback):
         self._save(trainer, {})
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if self.monitor is None and self._every == "epoch" and not trainer.is_result_due:
+        if self.monitor is None and self._every == "epoch" and not trainer.is_epoch_result_due:
             self._save(trainer, metrics)  # before the validation, which may take long
 
-    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_result(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         if self.monitor is None:
             if self._every == "epoch" and call.kind == "train":
                 self._save(trainer, metrics)
@@ -202,7 +202,7 @@ class CheckpointCallback(Callback):
         def write() -> None:
             try:
                 self._newest = Location(store.save(state, metrics, *labels)).label
-            except NotFiniteError as error:
+            except NonFiniteError as error:
                 logger.warning("%s", error)
             except Exception as error:
                 if not self._blocking:  # the error is raised later

@@ -19,9 +19,9 @@ from typing import Any
 from raysgd._internal.files import append_lines, complete_last_line, replacing
 from raysgd._internal.imports import import_extra
 from raysgd._internal.step_timing import PHASES
-from raysgd._internal.values import json_dict, numbers_in, redact_config, scalars
+from raysgd._internal.values import numbers_in, redact_config, scalars, to_json_dict
 from raysgd._internal.versions import versions
-from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of
+from raysgd.callbacks.base import CallInfo, LoggerCallback, Trainer, logdir_of
 from raysgd.elastic.events import Event
 from raysgd.metrics import NUM_SAMPLES
 
@@ -59,7 +59,7 @@ class JsonlLogger(LoggerCallback):
             "device": "GPU" if getattr(trainer, "use_gpu", False) else "CPU",
             # Without installed libraries that the script does not use.
             "versions": {n: v for n, v in versions().items() if n == "python" or n in sys.modules},
-            "config": json_dict(redact_config(trainer.config)),
+            "config": to_json_dict(redact_config(trainer.config)),
             "epoch": trainer.epoch,
             "global_step": trainer.global_step,
             "num_workers": trainer.num_workers,
@@ -67,7 +67,7 @@ class JsonlLogger(LoggerCallback):
         }
         append_lines(logdir_of(trainer) / "metrics.jsonl", [run])
 
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         line = {**_common_fields(trainer, call), "metrics": scalars(metrics)}
         if call.speed:
             line["speed"] = call.speed
@@ -87,7 +87,7 @@ class CsvLogger(LoggerCallback):
 
     needs_logdir = True
 
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         path, record = logdir_of(trainer) / "metrics.csv", _common_fields(trainer, call)
         complete_last_line(path)
         row = {**record, **scalars(metrics), **record}  # keep the record's order and values
@@ -109,7 +109,7 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
             writer.writerows(csv.DictReader(old))  # a row may be cut off or too long
 
 
-def _common_fields(trainer: Trainer, call: LastCall) -> dict[str, Any]:
+def _common_fields(trainer: Trainer, call: CallInfo) -> dict[str, Any]:
     """Return the fields that a log has for each call, in addition to the metrics."""
     record = {
         "kind": call.kind,
@@ -150,7 +150,7 @@ class ServiceLogger(LoggerCallback):
             self._run = self._open(trainer)
         return self._run
 
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         self._failed = False  # training has continued after an exception
         numbers = numbers_in(metrics)
         values = {f"{call.kind}/{name}": value for name, value in numbers.items()}
@@ -204,7 +204,7 @@ class TensorBoardLogger(ServiceLogger):
         folder = logdir_of(trainer) / "tensorboard"
         # Hide later steps, which were trained after the checkpoint.
         board = self._new_board(str(folder), purge_step=trainer.global_step + 1)
-        shown = json.dumps(json_dict(redact_config(trainer.config)), indent=1)
+        shown = json.dumps(to_json_dict(redact_config(trainer.config)), indent=1)
         board.add_text("config", f"```json\n{shown}\n```")
         return board
 
@@ -374,7 +374,7 @@ class WandbLogger(ServiceLogger):
         import wandb
 
         arguments = {
-            "config": json_dict(redact_config(trainer.config)),
+            "config": to_json_dict(redact_config(trainer.config)),
             "reinit": "create_new",  # otherwise wandb returns the process's open run
             "dir": None if trainer.logdir is None else str(logdir_of(trainer)),
             **self._arguments,

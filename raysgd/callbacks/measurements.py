@@ -40,7 +40,7 @@ class _MeasuringCallback(Callback):
             name = type(self).__name__
             logger.warning("%s has no metrics for epoch %d: %s", name, trainer.epoch, error)
 
-    on_steps_end = on_epoch_end
+    on_partial_epoch_end = on_epoch_end
 
 
 class DeviceStats(_MeasuringCallback):
@@ -74,7 +74,7 @@ def _resource_use(operator: Any) -> dict[str, float]:
 _process = functools.cache(psutil.Process)  # `cpu_percent` needs the time of its last call
 
 
-class LearningRateLogger(_MeasuringCallback):
+class LearningRateMonitor(_MeasuringCallback):
     """Adds the learning rates at the end of each call to the metrics of training.
 
     The name is ``lr``; with several optimizers ``lr-0``, ``lr-1``; and with several parameter

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from raysgd._internal.progress import BarStatus
+from raysgd._internal.progress import BatchProgress
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.base import Callback, LastCall, Trainer, means_in
+from raysgd.callbacks.base import Callback, CallInfo, Trainer, means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 _MAX_METRICS = 4
@@ -37,7 +37,7 @@ class EpochLines(Callback):
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._sample_note = _describe_samples(trainer, metrics)
 
-    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_result(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         if not trainer.is_fitting:
             return
         means = means_in(metrics)
@@ -71,7 +71,7 @@ class ProgressBar(Callback):
         self._next_line_at = 0.0
         self._logs_above = contextlib.ExitStack()
 
-    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BarStatus]) -> None:
+    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BatchProgress]) -> None:
         label = kind
         if trainer.is_fitting:
             label = f"{_position_in_run(trainer, trainer.epoch)}, validation"
@@ -92,7 +92,7 @@ class ProgressBar(Callback):
         names = dict.fromkeys(name for each in metrics for name in each)
         latest = {n: fmean(each[n] for each in metrics if n in each) for n in names}
         # The workers restart their count after a pause or a failure within the call.
-        num_done, total = num_batches, progress[0].total_batches
+        num_done, total = num_batches, progress[0].num_total_batches
         if kind == "train":
             num_done = max(num_done, progress[0].global_step - self._first_step)
         if total is not None:
@@ -103,7 +103,7 @@ class ProgressBar(Callback):
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, f"train {trainer.epoch}", metrics)
 
-    on_steps_end = on_epoch_end
+    on_partial_epoch_end = on_epoch_end
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, "validate", metrics)

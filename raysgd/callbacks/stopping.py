@@ -6,7 +6,7 @@ from typing import Any, Literal
 from raysgd._internal.arguments import as_int, check_number, resolve_mode
 from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.values import missing_metric, numbers_in
-from raysgd.callbacks.base import Callback, LastCall, Trainer
+from raysgd.callbacks.base import Callback, CallInfo, Trainer
 
 
 class EarlyStopping(Callback):
@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         self._stop_if_due(trainer)
 
-    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+    def on_result(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         known = trainer.latest_metrics
         if self.monitor in metrics:
             self._compare(trainer, metrics[self.monitor])
@@ -113,4 +113,4 @@ class TerminateOnNaN(Callback):
         if bad := nonfinite_loss(numbers_in(metrics)):
             trainer.request_stop(f"{bad} in epoch {trainer.epoch}, step {trainer.global_step}.")
 
-    on_validation_end = on_steps_end = on_epoch_end
+    on_validation_end = on_partial_epoch_end = on_epoch_end

@@ -28,7 +28,7 @@ _ADVICE = (
 )
 
 
-class NotFiniteError(CheckpointError):
+class NonFiniteError(CheckpointError):
     """A state has NaN or infinity, so it must not replace a finite one."""
 
 
@@ -77,7 +77,7 @@ def _write(target: Location, manifest: Manifest, write: Callable[[Any], Any]) ->
 def write_state(state: Mapping[str, Any], label: str, file: IO[bytes]) -> None:
     """Write a state to a file that is only open for writing. `label` is its name in messages."""
     if bad := find_nonfinite(state):
-        raise NotFiniteError(
+        raise NonFiniteError(
             f"The state of step {state.get('global_step')} is not saved to {label}, because {bad} "
             "has NaN or infinity. Earlier checkpoints stay."
         )

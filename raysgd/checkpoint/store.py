@@ -123,7 +123,7 @@ class CheckpointFolder:
         return True, value if self._mode == "max" else -value, name_numbers(name)
 
 
-class Restored(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """The newest intact checkpoint in a folder."""
 
     path: str
@@ -219,7 +219,7 @@ class CheckpointStore(CheckpointFolder):
         rated = [name for name in self._list_best_first() if self._rating(name)[0]]
         return self._folder.child(rated[0]).name if rated else None
 
-    def restore(self) -> Restored | None:
+    def restore(self) -> RestoredCheckpoint | None:
         """Load the newest intact checkpoint. Warn of newer ones that are damaged.
 
         Returns:
@@ -233,7 +233,7 @@ class CheckpointStore(CheckpointFolder):
             return None
         name, state, _ = self._load_first(names, read_checkpoint)
         file = self._folder.child(name)
-        return Restored(file.name, {**state, "parent": {"path": file.label}})
+        return RestoredCheckpoint(file.name, {**state, "parent": {"path": file.label}})
 
 
 def name_numbers(name: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from raysgd._internal.arguments import unknown_argument
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.tracebacks import is_user_file
-from raysgd._internal.values import json_dict
+from raysgd._internal.values import to_json_dict
 from raysgd.callbacks import CheckpointCallback
 from raysgd.errors import RaySGDError
 
@@ -134,7 +134,7 @@ def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:
         **{"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]},
     ) as trainer:
         if history := trainer.fit(**settings["fit"]):
-            print(json.dumps(json_dict(history[-1])))
+            print(json.dumps(to_json_dict(history[-1])))
 
 
 def describe_error(error: Exception) -> tuple[str, int]:

@@ -101,7 +101,7 @@ class ActorGroup:
             worker.location = WorkerLocation(
                 node_id=ray.get_runtime_context().get_node_id(),
                 node_ip=ray.util.get_node_ip_address(),
-                in_driver=True,
+                is_in_driver=True,
             )
         else:
             resources = dict(options.resources)

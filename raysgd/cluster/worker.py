@@ -36,7 +36,7 @@ class WorkerLocation:
     node_ip: str
     pid: int = 0
     gpu_ids: tuple[str, ...] = ()
-    in_driver: bool = False
+    is_in_driver: bool = False
     hostname: str = ""
 
 
@@ -262,13 +262,15 @@ class Worker:
             return self._live_runner.pause_at(step)
 
     def send_snapshot(
-        self, step: int | None, num_changes: int, inbox: Address | None = None
+        self, step: int | None, num_invalidations: int, inbox: Address | None = None
     ) -> PackedValue | Address | None:
         """Return the newest snapshot, and release it. Send a large one to `inbox`.
 
         Return None if it was sent before, or is of another step or number of changes.
         """
-        state = None if (runner := self.runner) is None else runner.acquire_snapshot(num_changes)
+        state = (
+            None if (runner := self.runner) is None else runner.acquire_snapshot(num_invalidations)
+        )
         if runner is None or state is None or (step is not None and state["global_step"] != step):
             return None
         began = time.monotonic()

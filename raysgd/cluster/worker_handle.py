@@ -232,7 +232,7 @@ class LocalHandle(WorkerHandle):
     is_remote = False
 
     def __init__(self, has_thread: bool = False) -> None:
-        self.location = WorkerLocation(node_id="", node_ip="127.0.0.1", in_driver=True)
+        self.location = WorkerLocation(node_id="", node_ip="127.0.0.1", is_in_driver=True)
         self.worker = Worker(is_remote=False)
         self._thread = ThreadPoolExecutor(1, "raysgd-worker-0") if has_thread else None
 

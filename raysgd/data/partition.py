@@ -65,7 +65,9 @@ class EpochPartition:
     drop_last: bool = False
     training: bool = True
     layout: StepLayout = BY_WORKERS
-    requested_batch_size: int | None = None  # samples per step, if not a multiple of `batch_size`
+    requested_global_batch_size: int | None = (
+        None  # samples per step, if not a multiple of `batch_size`
+    )
     shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
     may_split: bool = False
     """Whether batches above `max_micro_batch_size` are split, equally often on all workers."""
@@ -73,7 +75,7 @@ class EpochPartition:
     @functools.cached_property
     def global_batch_size(self) -> int:
         """Samples of the whole group in a full step."""
-        return self.requested_batch_size or self.batch_size * self.num_planned_workers
+        return self.requested_global_batch_size or self.batch_size * self.num_planned_workers
 
     @functools.cached_property
     def num_planned_workers(self) -> int:

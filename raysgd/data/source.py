@@ -64,11 +64,11 @@ def _parts_of(loader: Any) -> list[Any]:
 
 
 @dataclass(slots=True, eq=False)
-class ReadBatch:
+class SourceBatch:
     """A batch of `BatchSource.read`, and what the source knows of it."""
 
     content: Any
-    num_collated: int | None = None  # samples that the loader joined in it, if known
+    num_collated_samples: int | None = None  # samples that the loader joined in it, if known
     group_step: int | None = None  # steps of the group since `read`; None: as on this worker
     plan: UpdatePlan | None = None  # of its step, if `BatchSource.plan` cannot know the sizes
 
@@ -113,7 +113,9 @@ class BatchSource:
         self._iteration: Any = None  # the newest over the loader, until `end_processes`
         self._stopped_at: tuple[int, int] | None = None  # epoch and offset, if it can continue
         self._given = 0, 0  # epoch of the newest batches that were read, and their number
-        self.unread: Iterator[ReadBatch] | None = None  # the rest of an epoch, for the next segment
+        self.unread: Iterator[SourceBatch] | None = (
+            None  # the rest of an epoch, for the next segment
+        )
         self._saved: Mapping[str, Any] = {}  # the newest `resume_info` that was loaded
 
     def __len__(self) -> int:
@@ -132,7 +134,7 @@ class BatchSource:
 
     # ---- reading, also by the next segment of an epoch
 
-    def give_back(self, batches: Iterable[ReadBatch]) -> None:
+    def give_back(self, batches: Iterable[SourceBatch]) -> None:
         """Read batches again. A partitioned source reads them by their offset."""
         if self.is_partitioned:
             self.discard_unread()
@@ -146,7 +148,7 @@ class BatchSource:
         """Iterate over the contents of `read`, for user code."""
         return (batch.content for batch in self.read(epoch, offset, num_steps))
 
-    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[SourceBatch]:
         """Iterate over this worker's batches of `epoch` from `offset`.
 
         An unpartitioned loader reads and skips the batches before `offset`. An iterator that can be
@@ -155,7 +157,7 @@ class BatchSource:
         iterator, stopped_at, self._stopped_at = self._iteration, self._stopped_at, None
         if offset == 0 or stopped_at != (epoch, offset):
             iterator = self._iteration = self._read_from(epoch, offset)
-        yield from map(ReadBatch, itertools.islice(iterator, num_steps))
+        yield from map(SourceBatch, itertools.islice(iterator, num_steps))
         if num_steps is None:
             return
         if self.steps_left(offset + num_steps) == 0:
@@ -255,8 +257,8 @@ class BatchSource:
                 "give it an attribute num_replicas."
             )
 
-    def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
-        """Partition the epoch again. `config_batch_size`: the new ``config[BATCH_SIZE]``."""
+    def repartition(self, world_size: int, rank: int, worker_batch_size: int | None) -> None:
+        """Partition the epoch again. `worker_batch_size`: the new ``config[BATCH_SIZE]``."""
 
     def change_partition(self, **fields: Any) -> None:
         """Set `shares`, up to a `repartition`, or `may_split`. A change ends the iteration."""
@@ -290,8 +292,8 @@ class PartitionedSource(BatchSource):
     """A loader of `epoch_size` items in batches of `size`, divided by an :class:`EpochPartition`.
 
     If `epoch_size` is None, it is unknown. If `size` is None, each item is a batch. A `layout` that
-    `keeps_global_batch` makes the global batch size constant: `requested_batch_size`, if `size` is
-    `config_batch_size`.
+    `keeps_global_batch` makes the global batch size constant: `requested_global_batch_size`, if
+    `size` is `worker_batch_size`.
     """
 
     is_partitioned = True
@@ -308,16 +310,16 @@ class PartitionedSource(BatchSource):
         training: bool,
         world_size: int,
         rank: int,
-        config_batch_size: int | None = None,
+        worker_batch_size: int | None = None,
         layout: StepLayout = BY_WORKERS,
-        requested_batch_size: int | None = None,
+        requested_global_batch_size: int | None = None,
     ) -> None:
         # The loader uses config[BATCH_SIZE], a part of the global batch.
-        follows_config = size is not None and size == config_batch_size
+        follows_config = size is not None and size == worker_batch_size
         self._has_samples = size is not None  # and not ready batches, which cannot grow
         layout = layout if self._has_samples else BY_WORKERS
-        if follows_config and layout.keeps_global_batch and requested_batch_size is not None:
-            size = requested_batch_size // layout.num_planned_workers(world_size)
+        if follows_config and layout.keeps_global_batch and requested_global_batch_size is not None:
+            size = requested_global_batch_size // layout.num_planned_workers(world_size)
         super().__init__(loader)
         self._epoch_size = epoch_size
         self._partition = EpochPartition(
@@ -329,7 +331,7 @@ class PartitionedSource(BatchSource):
             training=training,
             layout=layout,
         )
-        self._requested_batch_size = requested_batch_size
+        self._requested_batch_size = requested_global_batch_size
         self.set_batch_size(self._partition.batch_size, follows_config)
 
     @property
@@ -373,12 +375,12 @@ class PartitionedSource(BatchSource):
     def offset_after(self, offset: int, num_steps: int) -> int:
         return self._partition.offset_after(offset, num_steps)
 
-    def repartition(self, world_size: int, rank: int, config_batch_size: int | None) -> None:
+    def repartition(self, world_size: int, rank: int, worker_batch_size: int | None) -> None:
         self.discard_unread()
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
         keeps_size = self._partition.layout.keeps_global_batch
-        if self._follows_config and config_batch_size is not None and not keeps_size:
-            self.set_batch_size(config_batch_size, follows_config=True)
+        if self._follows_config and worker_batch_size is not None and not keeps_size:
+            self.set_batch_size(worker_batch_size, follows_config=True)
 
     def change_partition(self, **fields: Any) -> None:
         if any(getattr(self._partition, name) != value for name, value in fields.items()):
@@ -392,7 +394,7 @@ class PartitionedSource(BatchSource):
         partition = self._partition
         keeps_size = partition.training and partition.layout.keeps_global_batch
         requested = self._requested_batch_size if follows_config and keeps_size else None
-        self._partition = replace(partition, batch_size=size, requested_batch_size=requested)
+        self._partition = replace(partition, batch_size=size, requested_global_batch_size=requested)
         self._follows_config = follows_config
 
     def describe(self) -> str:

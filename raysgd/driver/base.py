@@ -41,7 +41,7 @@ from raysgd.loop.requests import (
     UpdateSchedulersRequest,
     ValidateRequest,
 )
-from raysgd.metrics import as_test_metrics, merge_workers
+from raysgd.metrics import as_test_metrics, merge_worker_metrics
 
 
 @fold_tracebacks
@@ -171,7 +171,7 @@ class OperatorTrainer(TrainerProperties):
         info, number = as_dict("test", "info", info), next(self._dispatcher.call_numbers)
         request = ValidateRequest(call_number=number, loader=loader, info=info)
         results = self._dispatcher.run(request, changes_state=True, method="test", has_batches=True)
-        return as_test_metrics(merge_workers(results))
+        return as_test_metrics(merge_worker_metrics(results))
 
     def predict(self, loader: Any) -> Any:
         """Return the results of ``predict_batch`` for a loader, in the order of its samples.

@@ -11,7 +11,7 @@ from typing import Any
 from raysgd._internal.arguments import as_dict, as_int
 from raysgd._internal.progress import ReportedPosition
 from raysgd._internal.runner import Request
-from raysgd.callbacks.base import LastCall
+from raysgd.callbacks.base import CallInfo
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.driver.results import MergedResult, Results
 from raysgd.elastic.call import Call, LogPointCollector
@@ -78,7 +78,7 @@ class Dispatcher:
             until_step=None if epoch and not position.in_epoch else position.global_step,
             callback_pause_step=None,
             log_every=None,
-            ends_at_nan=False,
+            ends_at_nonfinite_loss=False,
         )
         return Call(request=request, has_batches=True, can_pause=True)
 
@@ -119,7 +119,7 @@ class Dispatcher:
                 results.report_bad_steps()
             speed = self.controller.speed.end_interval("train")
             answers += [outcome.unpack() for outcome in call.leaving_outcomes]
-            last_call = LastCall("train", ended, seconds, speed, results.position.epoch_samples)
+            last_call = CallInfo("train", ended, seconds, speed, results.position.epoch_samples)
             return results.report_training(answers, last_call, start)
 
     def _make_train_request(
@@ -143,7 +143,7 @@ class Dispatcher:
             start_epoch=start.epoch,
             callback_pause_step=self.callback_list.schedule_pause(position.global_step, saves),
             log_every=fit_arguments.log_every,
-            ends_at_nan=any(callback.stops_at_nan for callback in self.callback_list),
+            ends_at_nonfinite_loss=any(callback.stops_at_nan for callback in self.callback_list),
         )
         return self.newest_train_request
 
@@ -180,5 +180,5 @@ class Dispatcher:
             seconds = time.perf_counter() - started
             results.validation_offset = results.position.validation_offset
             is_complete = start == results.validation_offset == 0
-            last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
+            last_call = CallInfo("validate", time.time(), seconds, is_complete=is_complete)
             return results.report_validation(answers, last_call)

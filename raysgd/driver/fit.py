@@ -16,7 +16,7 @@ from raysgd.loop.operator_base import has_validation_loader
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader_error
-from raysgd.metrics import merge_workers
+from raysgd.metrics import merge_worker_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class FitLoop:
             metrics = [*filter(None, dispatcher.run(request, method="fit", has_batches=True))]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
-                metrics.append(merge_workers(metrics))
+                metrics.append(merge_worker_metrics(metrics))
             if names := dict.fromkeys(itertools.chain.from_iterable(metrics)):
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitored(self._monitored_metrics(), list(names), why)

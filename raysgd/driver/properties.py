@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.forwarding import forward_to
-from raysgd.callbacks.base import LastCall
+from raysgd.callbacks.base import CallInfo
 from raysgd.driver.dispatcher import Dispatcher
 from raysgd.driver.results import Results
 from raysgd.driver.state_transfer import StateTransfer
@@ -72,7 +72,7 @@ class TrainerProperties:
     latest_metrics: dict[str, Any] = forward_to(
         "_results.metrics", "The newest metrics of `train` and `validate`, in one dict."
     )
-    last_call: LastCall | None = forward_to(
+    last_call: CallInfo | None = forward_to(
         "_results.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
     is_fitting: bool = forward_to("_results.is_fitting", "Whether `fit` runs.")
@@ -90,7 +90,7 @@ class TrainerProperties:
         return self.epoch > 0 or self._dispatcher.newest_train_request is not None
 
     @property
-    def is_result_due(self) -> bool:
+    def is_epoch_result_due(self) -> bool:
         """Whether `on_result` follows this `on_epoch_end`: no validation, and no outer hook."""
         return not (self.is_validation_due or self._dispatcher.callback_list.running_hooks[1:])
 

@@ -13,12 +13,12 @@ from raysgd._internal.files import append_lines
 from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.progress import ReportedPosition
 from raysgd._internal.values import scalars
-from raysgd.callbacks.base import LastCall, logdir_of
+from raysgd.callbacks.base import CallInfo, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import PackedValue
 from raysgd.elastic.call import WorkerPoint
 from raysgd.elastic.controller import Controller
-from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers, with_epoch
+from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_worker_metrics, with_epoch
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class MergedResult(NamedTuple):
     mergeable: list[dict[str, Any]]
     """Metrics with their weights by rank, then those of workers that have left."""
     merged: dict[str, Any]
-    last_call: LastCall
+    last_call: CallInfo
     epoch: int | None = None
     """The epoch that was trained; None for validate."""
 
     @property
     def by_worker(self) -> list[dict[str, Any]]:
-        results = [merge_workers([each], raises=False) for each in self.mergeable]
+        results = [merge_worker_metrics([each], raises=False) for each in self.mergeable]
         return results if self.epoch is None else [with_epoch(self.epoch, each) for each in results]
 
 
@@ -73,10 +73,10 @@ class Results:
     """The arguments of the running ``fit()``."""
     latest_metrics: dict[str, Any] = field(default_factory=dict)
     """The newest metrics of train and validate."""
-    last_call: LastCall | None = None
+    last_call: CallInfo | None = None
     bad_steps: list[dict[str, Any]] = field(default_factory=list)
     """Steps that were not applied, oldest first."""
-    has_bad_loss: bool = False
+    has_nonfinite_loss: bool = False
     """Whether the newest metrics had a loss that is not finite."""
     validation_offset: int = 0
     """Where the next validation begins, or the unfinished one began."""
@@ -118,7 +118,7 @@ class Results:
         newest, timing = points[-1][1], dict(points)
         members = [member for member in self.controller.members if member in timing]
         speed = self.controller.speed.end_interval("step", {m: timing[m].timing for m in members})
-        call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
+        call = CallInfo("step", time.time(), max(point.seconds for _, point in points), speed)
         self._log_position = ReportedPosition(epoch=newest.epoch, global_step=newest.global_step)
         try:
             measured = [each.unpack() if isinstance(each, PackedValue) else each for each in packed]
@@ -145,16 +145,16 @@ class Results:
 
     def _merge(self, results: list[Any], raises: bool = True) -> dict[str, Any]:
         """Return the merged metrics, and warn once of a loss that is not finite."""
-        merged = merge_workers(results, raises)
+        merged = merge_worker_metrics(results, raises)
         stops_at_nan = any(callback.stops_at_nan for callback in self.callback_list)
-        if (bad := nonfinite_loss(merged)) and not (self.has_bad_loss or stops_at_nan):
+        if (bad := nonfinite_loss(merged)) and not (self.has_nonfinite_loss or stops_at_nan):
             logger.warning(
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
                 "the first such step. A CheckpointCallback keeps the last finite state.",
                 bad,
                 self.position.global_step,
             )
-        self.has_bad_loss = bool(bad)
+        self.has_nonfinite_loss = bool(bad)
         return merged
 
     def _report(self, hook: str, result: MergedResult) -> None:
@@ -168,7 +168,7 @@ class Results:
             self.latest_metrics.update(metrics)
 
     def report_training(
-        self, answers: list[Any], last_call: LastCall, start: ReportedPosition
+        self, answers: list[Any], last_call: CallInfo, start: ReportedPosition
     ) -> MergedResult:
         """Merge the metrics of a call of train that began at `start`, and report the result."""
         merged = with_epoch(self.epoch, self._merge(answers))
@@ -180,14 +180,14 @@ class Results:
         self._training, self._validation = result, None
         has_completed_epoch = self.position.epoch > start.epoch
         try:
-            self._report("on_epoch_end" if has_completed_epoch else "on_steps_end", result)
+            self._report("on_epoch_end" if has_completed_epoch else "on_partial_epoch_end", result)
         finally:  # also after Ctrl-C in a callback
             if has_completed_epoch and not self.is_validation_due:
                 self._report_epoch()
         self.callback_list.notify_pause()  # of those that save
         return result
 
-    def report_validation(self, answers: list[Any], last_call: LastCall) -> MergedResult:
+    def report_validation(self, answers: list[Any], last_call: CallInfo) -> MergedResult:
         """Merge the metrics of a call of validate, and report the result."""
         result = MergedResult(answers, self._merge(answers), last_call)
         if last_call.is_complete and self._training is not None:
@@ -258,7 +258,7 @@ class Results:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what a state has of results, and discard those of another run."""
-        self.has_bad_loss, self.validation_offset = False, self.position.validation_offset
+        self.has_nonfinite_loss, self.validation_offset = False, self.position.validation_offset
         self.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.latest_metrics.update(state.get("validation_due", {}))
         self.restore_due_validation(state.get("validation_due"))
@@ -267,6 +267,6 @@ class Results:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
         self._due_step = None if due is None else self.position.global_step
         self._num_validated_epochs = self.position.epoch
-        call = LastCall("train", time.time(), 0.0)
+        call = CallInfo("train", time.time(), 0.0)
         self._training = None if due is None else MergedResult([], due, call)
         self._validation = None

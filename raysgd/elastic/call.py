@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.progress import BarStatus, LogPoint, Progress, ReportedPosition
+from raysgd._internal.progress import BatchProgress, LogPoint, Progress, ReportedPosition
 from raysgd._internal.runner import Request
 from raysgd.cluster.large_values import Inbox, IncomingValue
 
@@ -99,7 +99,7 @@ class Call:
     make_replay: Callable[[ReportedPosition], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     # What observes the call
-    on_progress: Callable[[Sequence[BarStatus]], None] | None = None
+    on_progress: Callable[[Sequence[BatchProgress]], None] | None = None
     """Receives the progress of all workers while the call runs."""
     leaving_metrics_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""

@@ -74,12 +74,14 @@ class ElasticConfig:
             set_fields(self, snapshot_every=as_int(where, "snapshot_every", every, 1))
 
 
-def as_elastic_config(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:
+def as_elastic_config(
+    trainer: str, elastic: Any, supports_measured_shares: bool = False
+) -> ElasticConfig:
     """Return the ElasticConfig, or the default one for None."""
     elastic = ElasticConfig() if elastic is None else elastic
     if not isinstance(elastic, ElasticConfig):
         raise TypeError(f"{trainer}(elastic={elastic!r}): must be an ElasticConfig.")
-    if elastic.shares == "measured" and not times_steps:
+    if elastic.shares == "measured" and not supports_measured_shares:
         raise ValueError(
             f'{trainer} does not support ElasticConfig(shares="measured"). Use "even", or give '
             "relative shares by node label, accelerator type, or resource."

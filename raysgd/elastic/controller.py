@@ -1,7 +1,7 @@
 """Runs calls on all workers of a group, through failures.
 
 `Controller._repair` decides what the group needs next. Workers only answer: `WorkerStarter` and
-`GroupFormer` call `create_runner`, `setup`, and `rejoin` of a `Worker`, `Supervisor` sends each
+`GroupBuilder` call `create_runner`, `setup`, and `rejoin` of a `Worker`, `Supervisor` sends each
 attempt at a call to `handle`, and `GroupRpc` sends other requests, and control messages such as
 `interrupt`. After the loss of a worker, for example::
 
@@ -24,7 +24,7 @@ from raysgd.cluster.worker_handle import cause_of
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.group_former import NO_SNAPSHOT, GroupFormer
+from raysgd.elastic.group_builder import NO_SNAPSHOT, GroupBuilder
 from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, GroupState, LostWorkers
 from raysgd.elastic.policies import Policy
@@ -87,7 +87,7 @@ class Controller:
         self._preemption = preemption = PreemptionMonitor(record)
         self._starter = starter = WorkerStarter(record, preemption, arguments, timeout_s)
         shares = ShareBalancer(record)
-        self._former = GroupFormer(record, rpc, starter, snapshots, shares, backend, on_start)
+        self._builder = GroupBuilder(record, rpc, starter, snapshots, shares, backend, on_start)
         self._supervisor = Supervisor(record, rpc, starter, preemption, snapshots, shares, speed)
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
@@ -174,7 +174,7 @@ class Controller:
 
     def _repair(self) -> AttemptResult | None:
         """Take the next step of a repair. Return None if the group needs none."""
-        former, policy, num_workers = self._former, self._policy, len(self.members)
+        builder, policy, num_workers = self._builder, self._policy, len(self.members)
         self._supervisor.observe({})
         joining, leaving = self._starter.membership_changes()
         if not num_workers:
@@ -183,15 +183,15 @@ class Controller:
             if not policy.may_grow:
                 shortage = self.record.describe_shortage()
                 raise self.record.make_error(f"{shortage}, and grow=False starts no replacements")
-            former.await_workers()
+            builder.await_workers()
             return AttemptResult(self.state)
         if self.state == "ready" and not joining and not leaving:
             return None
         self.state = "broken"
         if policy.process_can_rejoin and len(leaving) < num_workers:
-            return former.rejoin()
+            return builder.rejoin()
         if leaving:
-            former.collect_metrics(self.members)
+            builder.collect_metrics(self.members)
         if leaving or policy.rescues_state:
             self._supervisor.rescue_state()
         return self._restart()
@@ -203,10 +203,10 @@ class Controller:
         self.state, self._awaits_load = "broken", self.record.call.replaces_state
         before = self.record.progress
         try:
-            self._former.restart()
+            self._builder.restart()
         except BaseException:  # the next call restarts again, and repeats the lost steps
             self.record.set_progress(before)
-            self._former.discard_all()
+            self._builder.discard_all()
             raise
         self.state = "ready"
         return AttemptResult(self.state)
@@ -220,7 +220,7 @@ class Controller:
         if self._policy.rescues_state:
             self._supervisor.rescue_state()
         if not self._policy.survivors_stay:
-            self._former.discard_all()
+            self._builder.discard_all()
         if why := self._supervisor.count_loss():
             self._starter.advance_if_allowed()
             raise self.record.make_error(why, *next(iter(lost.items())))

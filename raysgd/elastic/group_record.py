@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.paths import without_secrets
-from raysgd._internal.progress import HeldState, Progress
+from raysgd._internal.progress import Progress, StateStatus
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
@@ -54,7 +54,7 @@ class GroupRecord:
         self.ranks: dict[WorkerHandle, int] = {}
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
-        """Number of the newest generation. Only `GroupFormer` sets it and the ranks."""
+        """Number of the newest generation. Only `GroupBuilder` sets it and the ranks."""
         self.progress = Progress()
         """The newest known progress. Only `set_progress` sets it."""
         self.events: list[Event] = []
@@ -68,7 +68,7 @@ class GroupRecord:
         """Set the running call, or an empty one at its end. Only `Supervisor` does so."""
         self.call = call
         # It counts, even if a later step of the call has damaged the state.
-        self.progress_before = self.progress._replace(held_state=HeldState())
+        self.progress_before = self.progress._replace(state_status=StateStatus())
 
     def interrupt_call(self) -> None:
         self._interruption = "interrupted by Ctrl-C"
@@ -78,7 +78,7 @@ class GroupRecord:
 
     @property
     def has_shards(self) -> bool:
-        return not self.progress.held_state.is_complete
+        return not self.progress.state_status.is_complete
 
     @property
     def num_required(self) -> int:

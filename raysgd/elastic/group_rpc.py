@@ -202,7 +202,7 @@ class GroupRpc:
         members = dict.fromkeys([*self._group.members, *attempt.members])
         self._call_control(members, Worker.interrupt, self._record.generation)
 
-    def interrupt_failed(self, attempt: Attempt) -> None:
+    def interrupt_survivors(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
         attempt.collect_until(ROOT_CAUSE_S, ends_at_cause=True)  # a consequence may come first
         self.interrupt(attempt)

@@ -66,7 +66,7 @@ def assign_contexts(
                 generation=generation,
                 distributed=distributed,
                 num_cpus=num_cpus,
-                in_driver=location.in_driver,
+                is_in_driver=location.is_in_driver,
                 node_ip=location.node_ip,
                 visible_gpus=visible,
                 gpu_index=visible.index(location.gpu_ids[0]) if location.gpu_ids else None,
@@ -84,7 +84,7 @@ def newest_progress(progress: Iterable[Progress]) -> Progress:
 
 
 def _seniority(progress: Progress) -> tuple[bool, int]:
-    return progress.held_state.condition == "good", progress.position.global_step
+    return progress.state_status.condition == "good", progress.position.global_step
 
 
 def choose_leader(
@@ -115,7 +115,7 @@ def state_senders(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
     >>> state_senders({"a": Progress(), "b": Progress()})
     [['a'], ['b']]
     """
-    if not all(each.held_state.is_complete for each in progress.values()):
+    if not all(each.state_status.is_complete for each in progress.values()):
         return [list(progress)]
     return [[member] for member in progress]
 

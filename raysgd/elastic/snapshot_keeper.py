@@ -48,7 +48,7 @@ class SnapshotKeeper:
         self._step = -1
         self._incoming: _IncomingSnapshot | None = None
         self._has_warned = False
-        self._num_changes = self._num_changes_at_end = 0
+        self._num_invalidations = self._num_changes_at_end = 0
 
     def replace_with(self, *shards: ReadState, step: int = -1) -> None:
         """Keep this state, or none, until there is a snapshot with more than `step` steps."""
@@ -72,11 +72,13 @@ class SnapshotKeeper:
         self.receive()
         if len(progress) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
-        step, num_changes = next(iter(progress.values())).snapshot  # of rank 0, which is first
-        if num_changes != self._num_changes:
+        step, num_invalidations = next(
+            iter(progress.values())
+        ).snapshot  # of rank 0, which is first
+        if num_invalidations != self._num_invalidations:
             self._step = -1  # fetch it even if it has the same step
             self._cancel_incoming()
-            self._num_changes = num_changes
+            self._num_invalidations = num_invalidations
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._incoming is None and step > self._step:
@@ -95,7 +97,7 @@ class SnapshotKeeper:
             return
         self._incoming = _IncomingSnapshot(step, inbox, [])
         for member, each in progress.items():
-            arguments = only, each.snapshot.num_changes, inbox.expect()
+            arguments = only, each.snapshot.num_invalidations, inbox.expect()
             self._incoming.futures.append(member.submit_control(Worker.send_snapshot, *arguments))
 
     def _cancel_incoming(self) -> None:
@@ -105,9 +107,9 @@ class SnapshotKeeper:
 
     def await_changed_snapshot(self) -> None:
         """Wait for a snapshot of what the call has changed, because no restart repeats the call."""
-        if self._num_changes != self._num_changes_at_end and self._incoming is not None:
+        if self._num_invalidations != self._num_changes_at_end and self._incoming is not None:
             self._group.clock.wait(self._incoming.futures, _CHANGED_SNAPSHOT_S)
-        self._num_changes_at_end = self._num_changes
+        self._num_changes_at_end = self._num_invalidations
 
     def rescue(self, rpc: GroupRpc) -> Progress | None:
         """Keep the state of a member that answers, if there is one. Return its progress."""

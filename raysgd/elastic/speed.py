@@ -36,7 +36,7 @@ class WorkerSpeed:
     seconds: Mapping[str, float]
     """Mean seconds per step by phase: ``data``, ``copy``, ``forward``, ``backward``, ``wait`` (for
     other workers), ``optimizer``, ``save`` (checkpoints and snapshots), and ``other``."""
-    loader_workers: int | None = None
+    num_loader_workers: int | None = None
     """``num_workers`` of the train loader; None if it has no such attribute."""
 
     @property
@@ -164,9 +164,9 @@ def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Bottleneck | 
 
 
 def _advice_for_loader(worker: WorkerSpeed) -> str:
-    if worker.loader_workers is None:
+    if worker.num_loader_workers is None:
         return "load the data in other processes, as DataLoader(num_workers=2) does"
-    return f"raise DataLoader(num_workers={worker.loader_workers})"
+    return f"raise DataLoader(num_workers={worker.num_loader_workers})"
 
 
 def _find_slow_link(

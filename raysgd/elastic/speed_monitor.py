@@ -126,7 +126,7 @@ def _speeds(began: _ByWorker, ended: _ByWorker) -> list[WorkerSpeed]:
             num_steps=num_steps,
             samples_per_s=num_samples / (sum(spent) or 1.0),
             seconds={n: s / max(1, num_steps) for n, s in zip(PHASES, spent, strict=True)},
-            loader_workers=new.loader_workers,
+            num_loader_workers=new.num_loader_workers,
         )
         speeds.append(speed)
     return speeds

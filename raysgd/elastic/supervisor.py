@@ -39,14 +39,14 @@ _LEAD_S = 0.1
 """Seconds between the request of a pause and the pause."""
 _LONG_LEAD_S = 1.0
 """The same time for new shares, which are not urgent. A late request costs a new generation."""
-_STANDSTILL_S = 60.0
+_HANG_S = 60.0
 """Seconds without a finished batch after which to log the stacks of all workers."""
 _STACKS_S = 2.0
 _BLOCKED_S = 0.7
 """Seconds that a blocked collective may take before the driver interrupts it."""
 
 
-class HealthMonitor:
+class HangDetector:
     """Watches one attempt at a call."""
 
     def __init__(self, attempt: Attempt, ranks: Mapping[WorkerHandle, int], clock: Clock) -> None:
@@ -66,7 +66,7 @@ class HealthMonitor:
         waiting = {m: known.get(m, unknown).collective for m in self._attempt.pending}
         returned = {m: known.get(m, unknown) for m in self._attempt.outcomes}
         # A worker that has returned may have started a collective that is still running.
-        are_idle = all(p.blocked_on_driver and p.collective is None for p in returned.values())
+        are_idle = all(p.is_blocked_on_driver and p.collective is None for p in returned.values())
         if not (returned and are_idle) or None in waiting.values():
             self._collectives = {}
         elif waiting != self._collectives:
@@ -80,14 +80,14 @@ class HealthMonitor:
             )
         return None
 
-    def log_standstill(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def log_hang(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Log the stacks of all workers if no batch has finished for long."""
         seen = {member: each.position for member, each in progress.items()}
         now = self._clock.monotonic()
         if any(seen[member] != self._positions.get(member) for member in seen):
             self._positions, self._progressed_at = {**self._positions, **seen}, now
         waited_s = now - self._progressed_at
-        if waited_s >= _STANDSTILL_S:
+        if waited_s >= _HANG_S:
             self._progressed_at = math.inf
             futures = {m: m.submit_control(Worker.stacks) for m in self._attempt.pending}
             self._clock.wait(futures.values(), _STACKS_S)
@@ -225,7 +225,7 @@ class Supervisor:
                 attempt.add(member, future)
             polled = self._watch(call, attempt)
             if attempt.has_failed:
-                self.rpc.interrupt_failed(attempt)
+                self.rpc.interrupt_survivors(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
@@ -298,7 +298,7 @@ class Supervisor:
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
-        monitor = HealthMonitor(attempt, self.record.ranks, self.group.clock)
+        monitor = HangDetector(attempt, self.record.ranks, self.group.clock)
         newest = None
         while attempt.is_running:
             self.rpc.check_open()
@@ -312,7 +312,7 @@ class Supervisor:
             if progress:
                 newest = newest_progress([p for p in (newest, *progress.values()) if p])
             if call.has_batches:
-                monitor.log_standstill(progress)
+                monitor.log_hang(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
             self.observe(progress)

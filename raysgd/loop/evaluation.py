@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.nested import check_rows, describe, preserving
-from raysgd.data.source import BatchSource, ReadBatch
+from raysgd.data.source import BatchSource, SourceBatch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.metrics_recorder import MetricsRecorder
 from raysgd.loop.operator_base import OperatorBase, as_metrics
@@ -151,14 +151,14 @@ class Evaluation:
 class _EvaluationBatches(Iterator[Any]):
     """An iterator that counts its batches and can be interrupted."""
 
-    reads: Iterator[ReadBatch]
+    reads: Iterator[SourceBatch]
     control: LoopControl
     total_steps: int | None = None  # None if unknown
     num_finished_steps: int = 0
     group_step: int = 0  # of the newest batch
     is_exhausted: bool = False
     batch: Any = None
-    num_collated: int | None = None  # its samples, if known
+    num_collated_samples: int | None = None  # its samples, if known
 
     def describe_position(self) -> str:
         """Return the number of the batch in progress, and the batch, as text."""
@@ -170,11 +170,11 @@ class _EvaluationBatches(Iterator[Any]):
         self.control.raise_if_interrupted()
         self.batch = None
         try:
-            read: ReadBatch = self.control.next_batch(self.reads)
+            read: SourceBatch = self.control.next_batch(self.reads)
         except StopIteration:
             self.is_exhausted = True
             raise
-        self.batch, self.num_collated = read.content, read.num_collated
+        self.batch, self.num_collated_samples = read.content, read.num_collated_samples
         own, of_group = self.num_finished_steps, read.group_step
         self.group_step = own if of_group is None else of_group
         self.num_finished_steps += 1

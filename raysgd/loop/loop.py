@@ -111,7 +111,7 @@ class Loop:
         if train_state.call.call_number != request.call_number:
             self.recorder.begin(request.call_number)
         if request.min_splits:
-            train_state.micro_batching.increase_split(request.min_splits)
+            train_state.micro_batching.increase_num_splits(request.min_splits)
         train_state.timers.enabled = request.profile
         trained_on = train_state.data.trains_on
         source = train_state.data.select_training(request.dataset)
@@ -120,7 +120,7 @@ class Loop:
             self.source.discard_unread()
         source.change_partition(shares=request.shares)
         self.source = source
-        train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
+        train_state.timing.num_loader_workers = getattr(source.loader, "num_workers", None)
 
     def _add_due_log_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""
@@ -162,7 +162,9 @@ class Loop:
             batch = segment.batch if in_update else None
             self.control.failure_place = segment.describe_position()
             self._end_failed_segment(segment)
-            if number := train_state.micro_batching.choose_split(error, batch, segment.may_split):
+            if number := train_state.micro_batching.choose_num_splits(
+                error, batch, segment.may_split
+            ):
                 raise RetrySplitError(number) from error
             raise
         if segment.num_committed or not segment.was_read:
@@ -192,8 +194,8 @@ class Loop:
         after_commit: list[Callable[[], None]] = []
         if self.snapshots.takes_between_steps:
             after_commit.append(self.snapshots.take_if_due)
-        if request.ends_at_nan:
-            after_commit.append(self._end_at_bad_loss)
+        if request.ends_at_nonfinite_loss:
+            after_commit.append(self._end_at_nonfinite_loss)
         pauses = [n for n in (request.callback_pause_step, self._next_log_step) if n is not None]
         segment = Segment(
             train_state,
@@ -222,10 +224,10 @@ class Loop:
         # The workers' own loaders can differ in length. The shortest one ends the epoch.
         return train_state.collectives.all_reduce_min(min(steps_left, 2**62))[0]  # fits 64 bits
 
-    def _end_at_bad_loss(self) -> None:
+    def _end_at_nonfinite_loss(self) -> None:
         """End the call if a worker has measured a loss that is not finite in this segment."""
         meters, segment = self.train_state.meters, self.train_state.segment
-        is_bad = meters is not None and meters.has_bad_loss()
+        is_bad = meters is not None and meters.has_nonfinite_loss()
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad and segment is not None:
@@ -274,11 +276,11 @@ class Loop:
         """Compute the gradients of one training batch, then restore the state."""
         train_state = self.train_state
         source, settings = train_state.data.source_or_missing("train"), train_state.settings
-        context, config_batch_size = settings.context, settings.config_batch_size
+        context, worker_batch_size = settings.context, settings.worker_batch_size
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
-        source.repartition(settings.options.num_workers, 0, config_batch_size)
+        source.repartition(settings.options.num_workers, 0, worker_batch_size)
         try:
             with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
                 train_state.update.begin_warm_up()
@@ -288,4 +290,4 @@ class Loop:
                 bind_epoch(self.operator, segment, {}, self._position.epoch)()
         finally:
             source.end_processes()
-        source.repartition(context.world_size, context.world_rank, config_batch_size)
+        source.repartition(context.world_size, context.world_rank, worker_batch_size)

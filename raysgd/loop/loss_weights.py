@@ -58,9 +58,9 @@ class MicroBatchOfUpdate(Protocol):
 class LossWeights:
     """Gives each loss of an update its weight: add up sums, and divide once.
 
-    An update is ``sum of (items * gradient of their mean loss) / total``. `averaging_size` workers
-    average their gradients, so a loss has the weight ``items * averaging_size / total``. Until the
-    last micro-batch, a planned total replaces the total. The first loss of the last micro-batch
+    An update is ``sum of (items * gradient of their mean loss) / total``. n workers average their
+    gradients (n is `num_averaging_workers`), so a loss has the weight ``items * n / total``. Until
+    the last micro-batch, a planned total replaces the total. The first loss of the last micro-batch
     multiplies earlier gradients by ``planned / total``. The five cases are::
 
         a loss that is           items              planned total      total
@@ -68,7 +68,7 @@ class LossWeights:
         2 a mean over samples    samples            all samples        all samples (one worker: own)
         3 of unknown samples     part of a batch    steps * workers    steps * workers
         4 of repeated samples    0                  as above           as above
-        5 a sum                  the weight is `averaging_size`, or 0 for repeated samples
+        5 a sum                  the weight is n, or 0 for repeated samples
 
     The total and the factor are equal on all workers. Only case 1 communicates: once per update or
     optimizer, and once more in the first update of a generation if it has several micro-batches. A
@@ -85,7 +85,7 @@ class LossWeights:
     ...     update, partition = Update(), EpochPartition(8, 2, 2, rank, shares=(3, 1))
     ...     update.begin(partition.plan(sizes=(4, 4)))
     ...     update.begin_micro_batch(update.plan.micro_batches[0], is_last=False)
-    ...     print(update.loss_weights.add(LossCount(), averaging_size=2))
+    ...     print(update.loss_weights.add(LossCount(), num_averaging_workers=2))
     Factors(earlier=1.0, loss=0.75)
     Factors(earlier=1.0, loss=0.25)
 
@@ -140,7 +140,7 @@ class LossWeights:
     def add(
         self,
         count: LossCount,
-        averaging_size: int = 1,
+        num_averaging_workers: int = 1,
         all_reduce: Reduce = float,
         divides_by_counts: bool = False,
     ) -> Factors:
@@ -156,14 +156,16 @@ class LossWeights:
         self.awaits_count = self.awaits_count or update.micro_batch_index < 0
         if count.is_sum:
             self.lack_items = False
-            return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(averaging_size))
+            return Factors(
+                1.0, 0.0 if update.micro_batch.is_repeated else float(num_averaging_workers)
+            )
         earlier = 1.0
         # Whether workers communicate must not depend on the numbers.
         if self.awaits_count or (num_items is not None and update.has_one_micro_batch):
             self._newest = self._items_of_loss(num_items)
             planned = total = float(update.plan.total_samples or 1)
             if not divides_by_counts:
-                planned, total = self._totals(averaging_size, all_reduce)
+                planned, total = self._totals(num_averaging_workers, all_reduce)
             if total or self.awaits_count:  # an earlier loss of the batch may have had items
                 self._divisor, self.lack_items = total, not total
             self.awaits_count = False
@@ -176,7 +178,7 @@ class LossWeights:
                 "number."
             )
         items = self._newest.in_micro_batch
-        return Factors(earlier, items * averaging_size / self._divisor if items else 0.0)
+        return Factors(earlier, items * num_averaging_workers / self._divisor if items else 0.0)
 
     def _items_of_loss(self, num_items: float | None) -> Items:
         micro_batch, earlier = self._update.micro_batch, self._newest
@@ -191,7 +193,7 @@ class LossWeights:
         items = 0.0 if micro_batch.is_repeated else float(items)
         return Items(num_items, items, items + (earlier.so_far if self.num_earlier else 0.0))
 
-    def _totals(self, averaging_size: int, all_reduce: Reduce) -> tuple[float, float]:
+    def _totals(self, num_averaging_workers: int, all_reduce: Reduce) -> tuple[float, float]:
         """Return the planned total, and the total, or the planned one until it is known."""
         update, plan, (num_items, items, so_far) = self._update, self._update.plan, self._newest
         if num_items is not None:
@@ -203,12 +205,12 @@ class LossWeights:
                 total = all_reduce(so_far)
                 self._expected_total = _power_of_two(total)
             return planned, total
-        if averaging_size > 1 and plan.total_samples is not None:
+        if num_averaging_workers > 1 and plan.total_samples is not None:
             return plan.total_samples, plan.total_samples
         is_known = plan.total_samples is not None
-        planned = plan.num_samples if is_known else float(plan.num_steps * averaging_size)
+        planned = plan.num_samples if is_known else float(plan.num_steps * num_averaging_workers)
         # The mean of each worker weighs the same.
-        return planned, so_far * averaging_size if update.in_last_micro_batch else planned
+        return planned, so_far * num_averaging_workers if update.in_last_micro_batch else planned
 
 
 def _power_of_two(number: float) -> float:

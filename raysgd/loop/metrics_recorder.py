@@ -10,7 +10,7 @@ from raysgd._internal.progress import LogPoint
 from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
 from raysgd.cluster.serialization import pack
 from raysgd.loop.train_state import TrainState, WorkerCall
-from raysgd.metrics import AverageMeterCollection, merge_segments
+from raysgd.metrics import AverageMeterCollection, merge_segment_metrics
 
 _PROFILED = {"data": DATA, "fwd": FORWARD, "grad": BACKWARD, "apply": OPTIMIZER}
 """Phases in ``profile``, by the names of their timers in RaySGD v1."""
@@ -77,8 +77,8 @@ class MetricsRecorder:
         metrics: Any = None
         if results := self._segment_metrics(is_leaving, since=call.last_log_step):
             optimizers, norms = train_state.optimizers, train_state.gradient_norms
-            metrics = merge_segments(results) | optimizer_metrics(optimizers, norms)
-            if not train_state.context.in_driver:
+            metrics = merge_segment_metrics(results) | optimizer_metrics(optimizers, norms)
+            if not train_state.context.is_in_driver:
                 metrics = pack(metrics)
         elif is_leaving:
             return
@@ -105,7 +105,7 @@ class MetricsRecorder:
 
     def result(self, is_leaving: bool = False) -> dict[str, Any]:
         """Return the metrics of the call. For a leaving worker, omit those that all others have."""
-        result = merge_segments(self._segment_metrics(is_leaving))
+        result = merge_segment_metrics(self._segment_metrics(is_leaving))
         timers = self._train_state.timers
         before, now = self._totals_before, self._train_state.timing.totals
         num_steps = now.num_steps - before.num_steps
@@ -117,7 +117,7 @@ class MetricsRecorder:
 
 
 def optimizer_metrics(optimizers: Sequence[Any], norms: Mapping[int, Any]) -> dict[str, float]:
-    """Return the learning rates under the names of `LearningRateLogger`, and gradient norms."""
+    """Return the learning rates under the names of `LearningRateMonitor`, and gradient norms."""
     rates, named_norms = {}, {}
     for number, optimizer in enumerate(optimizers):
         suffix = "" if len(optimizers) == 1 else f"-{number}"

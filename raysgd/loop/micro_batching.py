@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from raysgd.data.partition import MicroBatchPlan
-from raysgd.data.source import ReadBatch
+from raysgd.data.source import SourceBatch
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.options import WorkerSettings
 from raysgd.loop.update import Update
 
-SplitBatch: TypeAlias = Sequence[tuple[Any, MicroBatchPlan]]
+MicroBatches: TypeAlias = Sequence[tuple[Any, MicroBatchPlan]]
 _CALL_EACH_ONCE = (
     "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
     "batch, after all losses of the batch."
@@ -57,19 +57,19 @@ class MicroBatching(UpdateFeature):
             )
 
     def split_batch(
-        self, read: ReadBatch, micro_batch: MicroBatchPlan, may_split: bool
-    ) -> SplitBatch:
+        self, read: SourceBatch, micro_batch: MicroBatchPlan, may_split: bool
+    ) -> MicroBatches:
         """Return the micro-batches of a batch. The default is one."""
         return [(read.content, micro_batch)]
 
-    def choose_split(self, error: BaseException, batch: Any, may_split: bool) -> int:
+    def choose_num_splits(self, error: BaseException, batch: Any, may_split: bool) -> int:
         """Return the number of micro-batches per batch after an error, or 0 to raise the error.
 
         Add advice to the error. `batch` is that of the update in progress, or None.
         """
         return 0
 
-    def increase_split(self, min_splits: int) -> None:
+    def increase_num_splits(self, min_splits: int) -> None:
         """Use at least `min_splits` micro-batches. All ranks must call this at the same step."""
 
     def is_recoverable(self, error: BaseException) -> bool:

@@ -238,7 +238,9 @@ class OperatorBase:
         return {
             **(info or {}),
             "batch_idx": batch_idx,
-            NUM_SAMPLES: getattr(iterator, "num_collated", None),  # None if user code wraps it
+            NUM_SAMPLES: getattr(
+                iterator, "num_collated_samples", None
+            ),  # None if user code wraps it
             "global_step": self._train_state.position.global_step
             + self._train_state.update.micro_batch.step_index,
             "epoch_idx": epoch_idx or self._train_state.position.epoch,  # which overrides may omit

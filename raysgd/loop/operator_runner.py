@@ -57,7 +57,7 @@ class OperatorRunner(Runner, ABC):
         train_state.lacks_state = False
         if train_state.saved_position() != position:
             loop.source.discard_unread()  # otherwise, the next segment may continue it
-        if not train_state.held_state.is_complete:
+        if not train_state.state_status.is_complete:
             loop.snapshots.clear()
         self.operator.on_world_change()
         if state is not None:  # the hook may register the data of the leader
@@ -69,21 +69,23 @@ class OperatorRunner(Runner, ABC):
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, this worker's config, and arguments of `WorkerSettings`."""
         options = self._options
-        with contextlib.nullcontext() if context.in_driver else frozen_imports():
+        with contextlib.nullcontext() if context.is_in_driver else frozen_imports():
             operator_cls, given = options.unpack()
         num_workers = options.layout.num_planned_workers(context.world_size)
-        config = worker_config(given, num_workers, copies=context.in_driver)
+        config = worker_config(given, num_workers, copies=context.is_in_driver)
         sizes = {
-            "config_batch_size": config.get(BATCH_SIZE),
-            "requested_batch_size": given.get(BATCH_SIZE),
+            "worker_batch_size": config.get(BATCH_SIZE),
+            "requested_global_batch_size": given.get(BATCH_SIZE),
         }
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
     def _set_config_size(self, context: WorkerContext) -> None:
         settings, number = self._train_state.settings, context.world_size
-        if settings.requested_batch_size is not None:
-            size = settings.requested_batch_size // self._options.layout.num_trained_parts(number)
-            self.operator.config[BATCH_SIZE] = settings.config_batch_size = size
+        if settings.requested_global_batch_size is not None:
+            size = settings.requested_global_batch_size // self._options.layout.num_trained_parts(
+                number
+            )
+            self.operator.config[BATCH_SIZE] = settings.worker_batch_size = size
 
     def start_operator(self, operator: OperatorBase, state_access: StateAccess) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
@@ -143,10 +145,10 @@ class OperatorRunner(Runner, ABC):
             num_batches=0 if running is None else running.num_finished_steps,
             epoch_samples=source.epoch_samples,
         )
-        bar = progress.BarStatus(
+        bar = progress.BatchProgress(
             global_step=position.global_step,
             num_batches=position.num_batches,
-            total_batches=None if running is None else running.total_steps,
+            num_total_batches=None if running is None else running.total_steps,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
             latest_metrics={} if meters is None else self._metric_reader.read(meters),
         )
@@ -163,9 +165,9 @@ class OperatorRunner(Runner, ABC):
             position=position,
             bar=bar,
             measured=measured,
-            snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_changes),
+            snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_invalidations),
             updates=progress.UpdateStatus(train_state.micro_batching.num_splits, new_bad_steps),
-            held_state=train_state.held_state,
+            state_status=train_state.state_status,
             process=progress.ProcessStatus(True, place),  # blocked if this worker has returned
         )
 
@@ -176,8 +178,8 @@ class OperatorRunner(Runner, ABC):
         self.control.driver_pause_step = math.inf if step is None else step
         return 0 if (loop := self._loop) is None else loop.train_state.position.global_step
 
-    def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
-        return None if (loop := self._loop) is None else loop.snapshots.acquire(num_changes)
+    def acquire_snapshot(self, num_invalidations: int | None = None) -> dict[str, Any] | None:
+        return None if (loop := self._loop) is None else loop.snapshots.acquire(num_invalidations)
 
     def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:
         if (loop := self._loop) is not None:
@@ -288,10 +290,10 @@ class OperatorRunner(Runner, ABC):
 
         A sharded state needs the shards of all workers. `num_workers` workers can send shards.
         """
-        if self._loop is None or self._train_state.held_state.condition != "good":
+        if self._loop is None or self._train_state.state_status.condition != "good":
             return None
         train_state = self._train_state
         has_all = train_state.context.world_size == num_workers and train_state.placement.is_in_sync
-        if not (train_state.held_state.is_complete or has_all):
+        if not (train_state.state_status.is_complete or has_all):
             return None
         return dict(train_state.to_cpu(read_state(self._loop, is_snapshot=True)))

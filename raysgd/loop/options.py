@@ -18,7 +18,7 @@ from raysgd._internal.arguments import (
     is_number,
     set_fields,
 )
-from raysgd._internal.config import BATCH_SIZE, round_batch
+from raysgd._internal.config import BATCH_SIZE, round_batch_size
 from raysgd._internal.runner import WorkerContext
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.cluster.group_options import GroupOptions
@@ -52,7 +52,9 @@ class Options(ABC):
     trainer_name: ClassVar[str]
     flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")  # booleans
     precisions: ClassVar[Collection[Any]]  # allowed values of ``use_fp16``
-    times_steps: ClassVar[bool] = False  # whether shares can follow the speed of the workers
+    supports_measured_shares: ClassVar[bool] = (
+        False  # whether shares can follow the speed of the workers
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, tuple | list):
@@ -74,12 +76,14 @@ class Options(ABC):
             min_workers=min_workers,
             config=config,
             resources_per_worker=self._resources(),
-            elastic=as_elastic_config(self.trainer_name, self.elastic, self.times_steps),
+            elastic=as_elastic_config(
+                self.trainer_name, self.elastic, self.supports_measured_shares
+            ),
         )
         if config.get(BATCH_SIZE) is not None:
             argument = "num_logical_workers" if self.layout.has_fixed_parts else "num_workers"
             number = self.layout.num_planned_workers(num_workers)
-            config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], number, argument)
+            config[BATCH_SIZE] = round_batch_size(config[BATCH_SIZE], number, argument)
         check_choice(self.trainer_name, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer_name, "backend", self.backend, self.allowed_backends())
         check_choice(self.trainer_name, "use_fp16", self.use_fp16, self.precisions)
@@ -203,8 +207,8 @@ class WorkerSettings:
     options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
     # ``config[BATCH_SIZE]`` of the operator: in ``setup`` as in a full group, then as in this one.
-    config_batch_size: int | None = None
-    requested_batch_size: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
+    worker_batch_size: int | None = None
+    requested_global_batch_size: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
     _warned: set[str] = field(default_factory=set, repr=False)
 
     @property
@@ -214,7 +218,7 @@ class WorkerSettings:
             "world_size": self.context.world_size,
             "rank": self.context.world_rank,
             "layout": self.options.layout,
-            "requested_batch_size": self.requested_batch_size,
+            "requested_global_batch_size": self.requested_global_batch_size,
         }
 
     def warn_once(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:

@@ -39,7 +39,9 @@ class TrainRequest(_EpochRequest):
     log_every: int | None = None  # steps between two points; None for none
     dataset: Dataset | None = None  # replaces the registered loader
     shares: tuple[float, ...] | None = None  # relative shares of the workers, by rank
-    ends_at_nan: bool = False  # end after the first update with a loss that is not finite
+    ends_at_nonfinite_loss: bool = (
+        False  # end after the first update with a loss that is not finite
+    )
 
     def for_attempt(self, shares: tuple[float, ...] | None, min_splits: int) -> TrainRequest:
         return replace(self, shares=shares, min_splits=min_splits)

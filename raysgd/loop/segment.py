@@ -12,7 +12,7 @@ from typing import Any
 from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatchPlan
-from raysgd.data.source import BatchSource, ReadBatch
+from raysgd.data.source import BatchSource, SourceBatch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.sources import empty_loader_error
 from raysgd.loop.train_state import TrainState
@@ -64,11 +64,13 @@ class Segment(Iterator[Any]):
         self._is_exhausted = False  # some rank has no more batches in the epoch
         self._started = time.perf_counter()
         self.batch: Any = None  # the newest batch of the update
-        self.num_collated: int | None = None  # its samples, if this worker trains all of them
+        self.num_collated_samples: int | None = (
+            None  # its samples, if this worker trains all of them
+        )
         # Batches of the update, until the commit. None: a partitioned source can read it again.
-        self._drawn: list[ReadBatch | None] = []
+        self._drawn: list[SourceBatch | None] = []
         self._micro_batches: deque[tuple[Any, MicroBatchPlan]] = deque()  # not yet yielded
-        self._prefetched: ReadBatch | None = None  # until an update has it
+        self._prefetched: SourceBatch | None = None  # until an update has it
 
     def __next__(self) -> Any:
         self.was_read = True
@@ -128,7 +130,10 @@ class Segment(Iterator[Any]):
             self._prefetch()  # the loader may end before its claimed length
         micro_batch, splitting = planned[number - 1], train_state.micro_batching
         trains_all = splitting.num_splits == 1 and not micro_batch.is_repeated
-        self.batch, self.num_collated = read.content, read.num_collated if trains_all else None
+        self.batch, self.num_collated_samples = (
+            read.content,
+            read.num_collated_samples if trains_all else None,
+        )
         self._micro_batches.extend(splitting.split_batch(read, micro_batch, self.may_split))
 
     def _prefetch(self) -> None:
@@ -160,7 +165,7 @@ class Segment(Iterator[Any]):
                 )
 
     @functools.cached_property
-    def _batches(self) -> Iterator[ReadBatch]:
+    def _batches(self) -> Iterator[SourceBatch]:
         """The batches of the source, from the time when `allow_split` can no longer be called."""
         position, source = self._position, self.source
         source.change_partition(may_split=self.may_split)

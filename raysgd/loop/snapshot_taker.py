@@ -38,7 +38,7 @@ class SnapshotTaker:
         self._copy: dict[str, Any] | None = None  # until it is sent
         self._is_sending = False
         self._is_needed = self._every != "auto"  # whether a snapshot is due in any case
-        self.num_changes = 0
+        self.num_invalidations = 0
         self._copy_s, self._s_per_byte = 0.0, _S_PER_BYTE
         self._trained_s = self._checked_at = 0.0
         self._wait_s = 0.0  # training time that pays for the next snapshot
@@ -51,13 +51,13 @@ class SnapshotTaker:
     @property
     def _has_shards(self) -> bool:
         context = self._train_state.context
-        ends_with_driver = context.in_driver and context.world_size == 1
-        return not (self._train_state.held_state.is_complete or ends_with_driver)
+        ends_with_driver = context.is_in_driver and context.world_size == 1
+        return not (self._train_state.state_status.is_complete or ends_with_driver)
 
     @property
     def _keeps_copy(self) -> bool:
         context = self._train_state.context
-        return self._has_shards or (context.world_rank == 0 and not context.in_driver)
+        return self._has_shards or (context.world_rank == 0 and not context.is_in_driver)
 
     @property
     def newest_step(self) -> int | None:
@@ -148,15 +148,15 @@ class SnapshotTaker:
         self._newest = self._copy = None
         self._is_sending = False
         self._is_needed = is_outdated or self._every != "auto"
-        self.num_changes += is_outdated
+        self.num_invalidations += is_outdated
 
-    def acquire(self, num_changes: int | None = None) -> dict[str, Any] | None:
+    def acquire(self, num_invalidations: int | None = None) -> dict[str, Any] | None:
         """Return the newest copy, or None if it was sent or is wrong. Called from another thread.
 
-        Return None too if the number of changes is not `num_changes`: the driver has asked for an
-        older copy, and may discard this one.
+        Return None too if `num_invalidations` is another number: the driver has asked for an older
+        copy, and may discard this one.
         """
-        if num_changes not in (None, self.num_changes):
+        if num_invalidations not in (None, self.num_invalidations):
             return None
         copy = self._copy
         self._is_sending = copy is not None

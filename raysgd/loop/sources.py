@@ -226,9 +226,9 @@ class DataSources(ABC):
             source.reseed(seed, (loader_seeds or {}).get(name))
 
     def repartition(self) -> None:
-        context, config_batch_size = self._settings.context, self._settings.config_batch_size
+        context, worker_batch_size = self._settings.context, self._settings.worker_batch_size
         for source in self._sources.values():
-            source.repartition(context.world_size, context.world_rank, config_batch_size)
+            source.repartition(context.world_size, context.world_rank, worker_batch_size)
 
 
 class GeneratorFunction:

@@ -138,7 +138,7 @@ def load_state(loop: Loop, state: dict[str, Any], incoming: IncomingValue | None
         if incoming is not None:
             incoming.receive()
         state = merge_shards(state)
-    if train_state.context.in_driver and incoming is None:
+    if train_state.context.is_in_driver and incoming is None:
         # Copy the state, because training would change the caller's tensors.
         state = map_leaves(state, try_copy)
     state_access.check(state)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._internal.progress import HeldState
+from raysgd._internal.progress import StateStatus
 from raysgd.loop.feature import UpdateFeature
 
 
@@ -15,7 +15,7 @@ class StatePlacement:
     A file has no shards: each worker gets all of it, and `load_shards` keeps the worker's shard.
     """
 
-    held_state = HeldState()
+    state_status = StateStatus()
     """What this worker has, if no step has damaged it."""
     replicates = True
     """Whether the workers keep the models equal."""

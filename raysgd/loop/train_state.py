@@ -12,7 +12,7 @@ import numpy as np
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves, preserving
-from raysgd._internal.progress import HeldState
+from raysgd._internal.progress import StateStatus
 from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
@@ -23,7 +23,7 @@ from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import WorkerSettings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.state_placement import StatePlacement
-from raysgd.loop.update import BadStep, MicroBatchMetrics, Update
+from raysgd.loop.update import BadStepRecord, MicroBatchMetrics, Update
 from raysgd.metrics import AverageMeterCollection
 
 
@@ -98,7 +98,7 @@ class TrainState(ABC):
     generators: RandomGenerators
     micro_batching: MicroBatching
     # What `register` sets, and the loop reads.
-    num_criteria = 0  # with trained parameters, which are the last of `models`
+    num_trained_criteria = 0  # with trained parameters, which are the last of `models`
     accumulation_steps: int = 1
     placement: StatePlacement = StatePlacement()
     is_registered = False
@@ -123,13 +123,13 @@ class TrainState(ABC):
         self.user_set_step: tuple[int, int] | None = None
         self.meters: AverageMeterCollection | None = None
         """Metrics of the epoch or the validation in progress. None in loops of user code."""
-        self.bad_steps: list[BadStep] = []  # updates that were not applied, oldest first
+        self.bad_steps: list[BadStepRecord] = []  # updates that were not applied, oldest first
         self.gradient_norms: dict[int, Any] = {}  # of the newest update, by ID of the optimizer
         self.models: list[Any] = []  # that are registered, like the next
         self.optimizers: list[Any] = []
         self.update = Update()
         self.features: list[UpdateFeature] = []
-        self.features_with: dict[str, list[UpdateFeature]] = {}
+        self.features_by_hook: dict[str, list[UpdateFeature]] = {}
         """The features that override a hook of updates, by its name."""
         self.set_features(())
         self.saved_modes: list[tuple[Any, bool]] = []
@@ -142,14 +142,16 @@ class TrainState(ABC):
         self.features[:] = features
         for name in UPDATE_HOOKS:
             hook = getattr(UpdateFeature, name)
-            self.features_with[name] = [f for f in features if getattr(type(f), name) is not hook]
+            self.features_by_hook[name] = [
+                f for f in features if getattr(type(f), name) is not hook
+            ]
         counts_in_commit = any(feature.counts_in_commit for feature in features)
         self.update.optimizer_steps.expect(self.optimizers, counts_in_commit)
 
     @property
     def registered_models(self) -> list[Any]:
         """The models that the user registered as models, without criteria."""
-        return self.models[: len(self.models) - self.num_criteria]
+        return self.models[: len(self.models) - self.num_trained_criteria]
 
     # ---- position
 
@@ -185,22 +187,22 @@ class TrainState(ABC):
         update = self.update
         update.begin_micro_batch(micro_batch, is_last)
         if update.micro_batch_index == 0:
-            for feature in self.features_with["begin_update"]:
+            for feature in self.features_by_hook["begin_update"]:
                 feature.begin_update(update)
-        for feature in self.features_with["begin_micro_batch"]:
+        for feature in self.features_by_hook["begin_micro_batch"]:
             feature.begin_micro_batch(update)
 
     def commit(self, num_steps: int, offset: int) -> None:
         """Commit the update in progress, after which the position is at `offset` of the epoch."""
         update, position = self.update, self.position
         update.begin_commit()
-        for feature in self.features_with["before_commit"]:
+        for feature in self.features_by_hook["before_commit"]:
             feature.before_commit(update)
         update.commit()
         position.global_step, position.offset = position.global_step + num_steps, offset
         self.timing.num_steps += num_steps
         errors = []
-        for feature in self.features_with["commit"]:
+        for feature in self.features_by_hook["commit"]:
             try:
                 feature.commit(update)
             except BaseException as error:  # the update counts for the others, too
@@ -260,7 +262,7 @@ class TrainState(ABC):
 
     def to_cpu(self, state: Any) -> Any:
         """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
-        alias = not self.context.in_driver
+        alias = not self.context.is_in_driver
         return map_leaves(state, lambda leaf: self.copy_leaf(leaf, on_host=True, may_alias=alias))
 
     def restore_modes(self) -> None:
@@ -304,8 +306,8 @@ class TrainState(ABC):
             feature.begin_generation()
 
     @property
-    def held_state(self) -> HeldState:
+    def state_status(self) -> StateStatus:
         """What this worker has of the state. Another thread may read it."""
-        held_state = self.placement.held_state
-        is_damaged = self.is_damaged and held_state.condition == "good"
-        return held_state._replace(condition="damaged") if is_damaged else held_state
+        state_status = self.placement.state_status
+        is_damaged = self.is_damaged and state_status.condition == "good"
+        return state_status._replace(condition="damaged") if is_damaged else state_status

@@ -44,7 +44,7 @@ class MicroBatchMetrics(NamedTuple):
     ends_step: bool
 
 
-class BadStep(TypedDict):
+class BadStepRecord(TypedDict):
     """An update that counts, but is not applied. Users see it in ``trainer.bad_steps``."""
 
     step: int  # the last one of the update
@@ -118,7 +118,7 @@ class Update:
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.plan = _NO_PLAN
         self.num_splits = 1  # after memory ran out, planned micro-batches are split too
-        self.bad_step: BadStep | None = None  # why it counts, but nothing is applied
+        self.bad_step: BadStepRecord | None = None  # why it counts, but nothing is applied
         self.held_metrics: list[MicroBatchMetrics] = []  # until the update counts
         self.micro_batch_index = -1  # before the first
         self.micro_batch, self.in_last_micro_batch, self.begins_step = _NO_MICRO_BATCH, True, True
@@ -179,7 +179,7 @@ class Update:
             held[index] = MicroBatchMetrics(kept, 0, ends_step)
         return held
 
-    def mark_bad(self, bad_step: BadStep) -> None:
+    def mark_bad(self, bad_step: BadStepRecord) -> None:
         """Let the update count without being applied, for a reason in this record."""
         self.bad_step = bad_step
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raysgd.cluster.worker_handle import WorkerHandle
     from raysgd.driver.base import OperatorTrainer
 
-__all__ = ["Chaos", "Fault", "Injection", "kill", "schedule"]
+__all__ = ["Chaos", "Fault", "InjectedFault", "kill", "schedule"]
 
 _POLL_S = 0.02
 
@@ -61,7 +61,7 @@ class Fault(NamedTuple):
     step: int
 
 
-class Injection(NamedTuple):
+class InjectedFault(NamedTuple):
     """An injected fault: the process ID of the killed worker, and the Unix time in seconds."""
 
     fault: Fault
@@ -100,7 +100,7 @@ class Chaos:
     """
 
     def __init__(self, trainer: OperatorTrainer, faults: Sequence[Fault]) -> None:
-        self.injected: list[Injection] = []
+        self.injected: list[InjectedFault] = []
         """The injected faults, oldest first."""
         self.pending: list[Fault] = list(faults)
         """The faults that remain."""
@@ -134,4 +134,4 @@ class Chaos:
         if member in unharmed and member.is_remote and member.signal(signal.SIGKILL):
             self._killed.add(member)
             self.pending.remove(fault)
-            self.injected.append(Injection(fault, member.location.pid, now))
+            self.injected.append(InjectedFault(fault, member.location.pid, now))

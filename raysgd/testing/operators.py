@@ -50,7 +50,7 @@ def run_operator(
 
         arguments |= {"scheduler_step_freq": scheduler_step_freq, "amp_dtype": amp_dtype}
         runner = TorchRunner(TorchOptions(**arguments))
-    context = WorkerContext(in_driver=True)
+    context = WorkerContext(is_in_driver=True)
     runner.prepare(context)
     runner.setup(context)
     return runner.operator

@@ -24,7 +24,7 @@ class KerasRunner(OperatorRunner):
 
     def prepare(self, context: WorkerContext) -> None:
         check_tensorflow("TFTrainer")
-        if context.in_driver:
+        if context.is_in_driver:
             return
         refuse_triton()
         os.environ.update(self._options.environment)
@@ -43,7 +43,7 @@ class KerasRunner(OperatorRunner):
         tf.config.threading.set_inter_op_parallelism_threads(threads)
 
     def setup(self, context: WorkerContext) -> None:
-        with contextlib.nullcontext() if context.in_driver else frozen_imports():
+        with contextlib.nullcontext() if context.is_in_driver else frozen_imports():
             import keras
             import tensorflow as tf
 

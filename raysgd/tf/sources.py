@@ -19,7 +19,7 @@ import tensorflow as tf
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import describe
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, part_bounds
-from raysgd.data.source import BatchSource, PartitionedSource, ReadBatch
+from raysgd.data.source import BatchSource, PartitionedSource, SourceBatch
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import KerasSettings
 
@@ -49,10 +49,10 @@ class KerasSources(DataSources):
             return ArraySource(
                 loader,
                 training=training,
-                batch_size=self.batch_size or settings.config_batch_size or _DEFAULT_BATCH_SIZE,
+                batch_size=self.batch_size or settings.worker_batch_size or _DEFAULT_BATCH_SIZE,
                 shuffle=self.shuffle,
                 seed=self.seed,
-                config_batch_size=settings.config_batch_size,
+                worker_batch_size=settings.worker_batch_size,
                 **arguments,
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
@@ -120,7 +120,7 @@ class ArraySource(PartitionedSource):
         )
         self._shuffle, self._seed = shuffle and training, seed
 
-    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[SourceBatch]:
         order = np.arange(self._partition.epoch_size)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
@@ -129,7 +129,7 @@ class ArraySource(PartitionedSource):
             batch = tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
             )
-            yield ReadBatch(batch)
+            yield SourceBatch(batch)
 
     def batch_spec(self) -> Any:
         return tf.nest.map_structure(
@@ -206,7 +206,7 @@ class DatasetSource(PartitionedSource):
         """Make all workers use one order, because some may have started more iterations."""
         self._iterate(-collectives.all_reduce_min(-self._next_order(epoch, offset))[0], epoch)
 
-    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[SourceBatch]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
         A data set may shuffle differently in each iteration, so the current iteration continues if
@@ -238,7 +238,7 @@ class DatasetSource(PartitionedSource):
 
     def _own_batches(
         self, iteration: _Iteration, offset: int, stop: int | None = None
-    ) -> Iterator[ReadBatch]:
+    ) -> Iterator[SourceBatch]:
         gives_whole_batches = not self._training and not self._splits_batches
         partition, self.steps_read = self._partition, 0
         size = partition.world_size if gives_whole_batches else partition.global_batch_size
@@ -260,11 +260,11 @@ class DatasetSource(PartitionedSource):
             if self._training:
                 yield from self._own_micro_batches(drawn)
             elif gives_whole_batches:
-                yield from map(ReadBatch, drawn[partition.rank : partition.rank + 1])
+                yield from map(SourceBatch, drawn[partition.rank : partition.rank + 1])
             elif (own := self._own_batch(drawn)) is not None:
-                yield ReadBatch(own, group_step=group_step)
+                yield SourceBatch(own, group_step=group_step)
 
-    def _own_micro_batches(self, drawn: list[Any]) -> Iterator[ReadBatch]:
+    def _own_micro_batches(self, drawn: list[Any]) -> Iterator[SourceBatch]:
         """Yield this worker's batch of a step, in micro-batches if it is large."""
         partition, sizes = self._partition, [_num_rows(batch) for batch in drawn]
         batch_size = max(sizes)
@@ -278,7 +278,7 @@ class DatasetSource(PartitionedSource):
         own, number = self._own_batch(drawn), len(plan.micro_batches)
         for index in range(number):
             part = own if number == 1 else _slice_rows(own, number, index)
-            yield ReadBatch(part, plan=plan)
+            yield SourceBatch(part, plan=plan)
 
     def _own_batch(self, drawn: list[Any]) -> Any:
         partition = self._partition

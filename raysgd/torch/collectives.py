@@ -208,7 +208,7 @@ _FIRST_CALLS = [
 """What the collectives of all groups and backends call first. PyTorch has no public hook."""
 
 
-def watch_user_code(report: Callable[[str], None], restore: Callable[..., Any]) -> None:
+def watch_user_collectives(report: Callable[[str], None], restore: Callable[..., Any]) -> None:
     """Call a method with the name of each collective or message of user code, before it runs.
 
     DistributedDataParallel and modules of PyTorch do not count. `restore` gets what ends the watch.

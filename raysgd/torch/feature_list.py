@@ -9,7 +9,7 @@ from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_clipping import GradientClipping
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.rollback import Rollback
-from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.features.schedules import LRScheduling
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.throughput import ThroughputMeter
 from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
@@ -23,7 +23,7 @@ class OperatorFeatures:
     def __init__(self, train_state: TorchTrainState) -> None:
         self.checks = StepChecks(train_state)  # which the next two use too
         self.optimization = Optimization(train_state, self.checks)
-        self.schedules = Schedules(train_state, self.checks)
+        self.schedules = LRScheduling(train_state, self.checks)
         self.averaging = WeightAveraging(train_state)
         self.unregistered_tensors = UnregisteredTensors(train_state)
 
@@ -51,7 +51,7 @@ def features_of(
     yield train_state.precision  # autocast, and the scale of losses
     yield train_state.exchange  # averages of gradients; equal models
     yield own.optimization  # from losses to updates
-    yield train_state.baseline  # which states can leave out
+    yield train_state.frozen_parameters  # which states can leave out
     yield own.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
         yield BadStepFilter(train_state, options.bad_steps)  # updates that are not applied

@@ -11,7 +11,7 @@ from raysgd._internal.arguments import check_number
 from raysgd._internal.nested import describe, named_values
 from raysgd.loop.loss_weights import LossCount
 from raysgd.metrics import Sums, ratio
-from raysgd.torch.input.batches import IGNORED, ParsedBatch
+from raysgd.torch.input.batches import IGNORE_INDEX, ParsedBatch
 from raysgd.torch.modules import user_module
 from raysgd.torch.train_state import TorchTrainState
 
@@ -45,7 +45,7 @@ def loss_of(operator: Any, output: Any, batch: ParsedBatch) -> Any:
     # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
     modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
     if modules & _LOSS_MODULES:
-        scores = scores_in(output)
+        scores = logits_of(output)
         if scores is not output and torch.is_grad_enabled():
             _refuse_auxiliary(output, scores)
         output = scores
@@ -80,7 +80,7 @@ def _own_loss(output: Any) -> torch.Tensor | None:
     return _tensor_in(output, "loss")
 
 
-def scores_in(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
     """Return the ``logits`` of an output, or the output itself."""
     logits = _tensor_in(output, "logits")
     return output if logits is None else logits
@@ -129,9 +129,9 @@ def _function_and_settings(criterion: Any) -> tuple[Any, Callable[..., Any]]:
     return criterion, lambda name, default=None: default
 
 
-def ignored_index(criterion: Any) -> int:
+def ignore_index_of(criterion: Any) -> int:
     index = _function_and_settings(criterion)[1]("ignore_index")
-    return index if isinstance(index, int) else IGNORED
+    return index if isinstance(index, int) else IGNORE_INDEX
 
 
 def count_of(
@@ -150,8 +150,8 @@ def count_of(
         return count
     if not isinstance(target, torch.Tensor) or target.is_floating_point():
         return count  # class probabilities
-    index, weight = setting("ignore_index", IGNORED), setting("weight")
-    is_plain = weight is None and index == IGNORED and target.dim() < 2
+    index, weight = setting("ignore_index", IGNORE_INDEX), setting("weight")
+    is_plain = weight is None and index == IGNORE_INDEX and target.dim() < 2
     if is_plain and not train_state.data.ignores_targets:
         step, trains = train_state.position.global_step, torch.is_grad_enabled()
         waits = target.device.type != "cpu" and trains and step & (step - 1)

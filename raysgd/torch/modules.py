@@ -34,7 +34,7 @@ def is_ddp(model: torch.nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def is_trainable(parameter: torch.nn.Parameter) -> bool:
+def can_require_grad(parameter: torch.nn.Parameter) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
@@ -54,7 +54,7 @@ def renormalized_weights(models: Iterable[torch.nn.Module]) -> set[torch.Tensor]
     return {each.weight for each in modules if isinstance(each, kinds) and each.max_norm}
 
 
-def only_running_statistics(model: torch.nn.Module) -> bool:
+def has_only_running_statistics(model: torch.nn.Module) -> bool:
     """Return whether all buffers of `model` are running statistics of batch normalization.
 
     Ranks may differ in such buffers until a call ends, which saves a broadcast in each forward

@@ -33,7 +33,7 @@ from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.creators import TorchCreators
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.input.batches import ParsedBatch, has_masked_labels, move_to_device, parse_batch
-from raysgd.torch.losses import accuracy_of, as_count, count_of, ignored_index, loss_of, scores_in
+from raysgd.torch.losses import accuracy_of, as_count, count_of, ignore_index_of, logits_of, loss_of
 from raysgd.torch.modules import user_module
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.registration import register
@@ -118,7 +118,7 @@ class TrainingOperator(OperatorBase):
             # Without a name, the output needs no memory in the backward pass.
             loss = loss_of(self, model(*read.arguments, **read.keywords), read)
         num_samples = self._count_samples(read, batch_info)
-        count = self.count_for_backward(batch, num_samples, read.target)
+        count = self.count_items(batch, num_samples, read.target)
         self.backward(loss, count)  # by position: overrides may use the name num_samples
         self.optimizer_step(optimizer)
         return {"train_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
@@ -170,7 +170,7 @@ class TrainingOperator(OperatorBase):
             self._update_features.checks.warn_of_unclear_samples(batch, drawn, count)
         return count
 
-    def count_for_backward(
+    def count_items(
         self, batch: Any, num_samples: int, target: Any = None, default_items: int | None = None
     ) -> LossCount:
         """Return what the default `train_batch` passes to `backward` as ``num_items``.
@@ -206,12 +206,12 @@ class TrainingOperator(OperatorBase):
             output = model(*read.arguments, **read.keywords)
             loss = loss_of(self, output, read)
         num_samples = self._count_samples(read, batch_info)
-        count = self.count_for_backward(batch, num_samples, read.target)
+        count = self.count_items(batch, num_samples, read.target)
         metrics = {"val_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
         target = read.keywords.get("labels") if read.target is None else read.target
         batch_info |= {"output": output, "target": target}
-        ignored = ignored_index(getattr(self, "criterion", None))
-        if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:
+        ignored = ignore_index_of(getattr(self, "criterion", None))
+        if (accuracy := accuracy_of(logits_of(output), target, ignored)) is not None:
             metrics["val_accuracy"] = accuracy
         return metrics
 
@@ -228,7 +228,7 @@ class TrainingOperator(OperatorBase):
         is_feature = isinstance(batch, tuple | list) and len(batch) == 1
         read = ParsedBatch(tuple(batch), {}, None) if is_feature else parse_batch(batch, model)
         with self.autocast():
-            return scores_in(model(*read.arguments, **read.keywords))
+            return logits_of(model(*read.arguments, **read.keywords))
 
     def _begin_epoch(self, num_steps: int | None) -> None:
         call = self._train_state.call
@@ -345,7 +345,7 @@ class TrainingOperator(OperatorBase):
         for model in self._train_state.models:
             model.train(training)
         if training:
-            self._train_state.baseline.restore_modes()
+            self._train_state.frozen_parameters.restore_modes()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for mixed precision in the forward pass and the loss."""

@@ -78,14 +78,14 @@ class Optimization(UpdateFeature):
         clones = len(self._train_state.optimizers) > 1
         self._accumulated.restore(is_first=not update.loss_weights.has_loss, clones=clones)
         exchange = train_state.exchange
-        size, all_reduce = exchange.averaging_size, exchange.all_reduce_sum
+        size, all_reduce = exchange.num_averaging_workers, exchange.all_reduce_sum
         factors = update.loss_weights.add(count, size, all_reduce, exchange.divides_by_counts)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.num_items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         else:
-            for feature in train_state.features_with["observe_loss"]:
+            for feature in train_state.features_by_hook["observe_loss"]:
                 feature.observe_loss(update, loss, factors)
         self._loss_weight = factors.loss
         loss = loss if factors.loss == 1.0 else loss * factors.loss
@@ -112,7 +112,7 @@ class Optimization(UpdateFeature):
             return False
         self._train_state.exchange.complete_gradients(optimizer)
         if not update.loss_weights.lack_items:
-            for feature in self._train_state.features_with["before_optimizer_step"]:
+            for feature in self._train_state.features_by_hook["before_optimizer_step"]:
                 feature.before_optimizer_step(update, optimizer)
         if update.loss_weights.lack_items or update.bad_step is not None:
             update.optimizer_steps.skip(optimizer)
@@ -173,7 +173,7 @@ class Optimization(UpdateFeature):
             return loss
         # A line search must take the same steps on all workers. Without items, it may be NaN.
         local = loss.item() * self._loss_weight if self._loss_weight else 0.0
-        return loss.new_tensor(exchange.all_reduce_sum(local) / exchange.averaging_size)
+        return loss.new_tensor(exchange.all_reduce_sum(local) / exchange.num_averaging_workers)
 
     def _finish_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps = self._train_state.update.optimizer_steps

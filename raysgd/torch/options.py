@@ -107,7 +107,7 @@ class TorchOptions(Options):
     trainer_name = "TorchTrainer"
     flags = ("wrap_ddp", "split_on_oom", *Options.flags)
     precisions = PRECISIONS
-    times_steps = True
+    supports_measured_shares = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

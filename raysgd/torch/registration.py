@@ -14,7 +14,7 @@ from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
 from raysgd.torch.features.buffer_backup import BufferBackup
-from raysgd.torch.features.setup_baseline import SetupBaseline
+from raysgd.torch.features.frozen_parameters import FrozenParameters
 from raysgd.torch.register_checks import (
     as_criteria,
     as_registered,
@@ -54,7 +54,7 @@ def register(
     train_state.optimizers[:] = _with_own_tensors(given)
     options, precision = train_state.settings.options, train_state.precision
     trained = trained_among(criteria, train_state.optimizers, modules)
-    train_state.num_criteria = len(trained)
+    train_state.num_trained_criteria = len(trained)
     modules += trained
     sharding_args = as_sharding_args(train_state, sharding, sharding_args, modules, ddp_args)
     if schedulers is not None:
@@ -72,7 +72,7 @@ def register(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
     train_state.models = precision.prepare(train_state.models, train_state.optimizers, apex_args)
-    train_state.baseline = SetupBaseline(train_state.models, train_state.collectives)
+    train_state.frozen_parameters = FrozenParameters(train_state.models, train_state.collectives)
     train_state.exchange.wrap(ddp_args, horovod_args)
     train_state.buffer_backup = BufferBackup(train_state.models, train_state.collectives)
     train_state.set_features(list(features_of(train_state, features, max_grad_norm)))

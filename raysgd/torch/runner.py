@@ -12,7 +12,7 @@ from raysgd._internal.imports import refuse_triton
 from raysgd._internal.runner import WorkerContext
 from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.operator_runner import OperatorRunner
-from raysgd.torch.collectives import watch_user_code
+from raysgd.torch.collectives import watch_user_collectives
 from raysgd.torch.modules import is_ddp
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions, TorchSettings
@@ -31,7 +31,7 @@ class TorchRunner(OperatorRunner):
     # ---- lifecycle
 
     def prepare(self, context: WorkerContext) -> None:
-        if not context.in_driver:
+        if not context.is_in_driver:
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
             torch.set_default_dtype(self._options.default_dtype)
@@ -41,7 +41,7 @@ class TorchRunner(OperatorRunner):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:
             # Without Ray, use the current GPU of the script.
-            alone = context.in_driver and context.world_size == 1
+            alone = context.is_in_driver and context.world_size == 1
             if not (context.gpu_index is not None or alone) or not torch.cuda.is_available():
                 raise RuntimeError(
                     f"Worker {context.world_rank} on {context.node_ip} must use a GPU, but PyTorch "
@@ -58,7 +58,7 @@ class TorchRunner(OperatorRunner):
         operator = build_operator(operator_cls, config, TorchSettings(device=device, **arguments))
         if context.distributed:
             report = operator._update_features.checks.refuse_collective
-            watch_user_code(report, self.restoring.callback)
+            watch_user_collectives(report, self.restoring.callback)
         self.start_operator(operator, TorchStateAccess(operator._train_state))
 
     def _fix_arithmetic(self, num_threads: int) -> None:

@@ -12,7 +12,7 @@ from raysgd._internal.nested import load_or_restore, map_leaves
 from raysgd.cluster.large_values import IncomingValue
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_access import StateAccess, check_objects
-from raysgd.torch.features.setup_baseline import FROZEN_KEY
+from raysgd.torch.features.frozen_parameters import FROZEN_KEY
 from raysgd.torch.modules import grad_flags, set_grad_flags, user_module
 from raysgd.torch.object_states import (
     load_optimizer,
@@ -39,7 +39,7 @@ class TorchStateAccess(StateAccess):
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
         self._train_state = train_state
-        self._baseline = self._train_state.baseline
+        self._frozen_parameters = self._train_state.frozen_parameters
         self._initially_trained = list(map(grad_flags, self._models))
         """By model and name, whether ``setup`` has left a parameter trainable."""
 
@@ -62,7 +62,7 @@ class TorchStateAccess(StateAccess):
         state["parameters"] = list(map(self._names_and_shapes, self._train_state.optimizers))
         if frozen:
             return state
-        state = self._baseline.remove_unchanged(state)
+        state = self._frozen_parameters.remove_unchanged(state)
         removed = state.get(FROZEN_KEY, itertools.repeat(()))
         for index, (model, names) in enumerate(zip(self._models, removed, strict=False)):
             for name, parameter in model.named_parameters():
@@ -71,10 +71,10 @@ class TorchStateAccess(StateAccess):
         return state
 
     def read_for_workers(self) -> dict[str, Any]:
-        return self._baseline.remove_unchanged(self.read(), for_workers=True)
+        return self._frozen_parameters.remove_unchanged(self.read(), for_workers=True)
 
     def check(self, state: dict[str, Any]) -> None:
-        state = self._baseline.complete(state)
+        state = self._frozen_parameters.complete(state)
         for name, objects, saved in self._objects_and_states(state):
             check_objects(name, objects, saved, state_problem)
         if "parameters" in state:  # older files lack it
@@ -135,7 +135,7 @@ class TorchStateAccess(StateAccess):
         group = self._train_state.collectives
         # Do not read a large state if no other worker can have it.
         if group.any_rank(follows and not train_state.lacks_state):
-            state = self._baseline.remove_unchanged(self.read())
+            state = self._frozen_parameters.remove_unchanged(self.read())
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
@@ -143,7 +143,7 @@ class TorchStateAccess(StateAccess):
             expected = group.broadcast(lambda: digest, leader_rank)
             lacks = follows and digest != expected
         if group.any_rank(lacks):
-            self._baseline.sync_initial_state(leader_rank)
+            self._frozen_parameters.sync_initial_state(leader_rank)
             state = group.broadcast(self.read_for_workers, leader_rank, wanted=lacks)
         # Receive shards last: they are valid from then on. Apply in the order of hooks.
         features = reversed(self._train_state.features)
@@ -193,7 +193,7 @@ class TorchStateAccess(StateAccess):
     def _objects_and_states(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""
         models, saved = self._models, state.get("models", [])
-        if self._train_state.num_criteria and isinstance(saved, list | tuple):
+        if self._train_state.num_trained_criteria and isinstance(saved, list | tuple):
             # Older files lack the criterion.
             models = models[: max(len(saved), len(self._train_state.registered_models))]
         kinds: list[tuple[str, list[Any], Any]] = [

@@ -220,7 +220,7 @@ class TensorVersions:
         return {each for each, _ in pairs}
 
 
-def arithmetic_of(device: torch.device) -> str:
+def describe_platform(device: torch.device) -> str:
     """Return what determines the rounding of a computation, apart from data and seeds."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -14,8 +14,8 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.buffer_backup import BufferBackup
+from raysgd.torch.features.frozen_parameters import FrozenParameters
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
-from raysgd.torch.features.setup_baseline import SetupBaseline
 from raysgd.torch.input.sources import TorchSources
 from raysgd.torch.object_states import initial_hyperparameters, rescale_hyperparameters
 from raysgd.torch.options import TorchSettings
@@ -27,9 +27,9 @@ from raysgd.torch.tensors import copy_leaf
 class TorchTrainState(TrainState):
     """The training state of one worker, which features, exchanges, and placements use too.
 
-    It exists from before ``setup`` to the end of the worker. Only `register`, `LightningMethods`,
-    and `GradientExchange`, which wraps models, replace the registered objects. If a feature needs
-    the segment in progress, its caller passes it.
+    It exists from before ``setup`` to the end of the worker. Only `register`,
+    `LightningOperatorMixin`, and `GradientExchange`, which wraps models, replace the registered
+    objects. If a feature needs the segment in progress, its caller passes it.
     """
 
     settings: TorchSettings
@@ -52,7 +52,7 @@ class TorchTrainState(TrainState):
         self.scheduler_step_freq = options.scheduler_step_freq  # or that of a LightningModule
         self.schedulers: list[Any] = []
         self.exchange = GradientExchange()
-        self.baseline = SetupBaseline([], self.collectives)
+        self.frozen_parameters = FrozenParameters([], self.collectives)
         self.buffer_backup = BufferBackup([], self.collectives)
         self.criteria: list[Any] = []
 
@@ -83,7 +83,7 @@ class TorchTrainState(TrainState):
             yield
 
     def can_complete(self, snapshot: Mapping[str, Any]) -> bool:
-        return self.baseline.can_complete(snapshot)
+        return self.frozen_parameters.can_complete(snapshot)
 
     copy_leaf = staticmethod(copy_leaf)
     num_rows = staticmethod(num_rows)

@@ -31,7 +31,7 @@ class EndRunRequest(Request):
 class FunctionRunner(Runner):
     """Runs one training function. `Runner` documents which thread calls which method.
 
-    `_Run.begin`, and `GroupFormer` after a restart, send the fields of its `RunSpec` as a state.
+    `_Run.begin`, and `GroupBuilder` after a restart, send the fields of its `RunSpec` as a state.
 
     `share_gpus` lets each worker see the GPUs of all workers on its node. In the driver's
     environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
@@ -70,7 +70,7 @@ class FunctionRunner(Runner):
         if (running := self._session) is None:
             return Progress()
         position = ReportedPosition(global_step=running.iteration)
-        return Progress(position, process=ProcessStatus(running.result_queue.blocked_on_driver))
+        return Progress(position, process=ProcessStatus(running.result_queue.is_blocked_on_driver))
 
     def set_interrupted(self, interrupted: bool) -> None:
         if interrupted and self._session is not None:

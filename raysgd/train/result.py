@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd._internal.files import append_lines, read_lines
 from raysgd._internal.imports import import_extra
-from raysgd._internal.values import json_dict
+from raysgd._internal.values import to_json_dict
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
 
@@ -58,4 +58,4 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
 
 def append_report(path: Path, report: Mapping[str, Any]) -> None:
     """Append a report to a file of JSON lines, without the values that JSON cannot represent."""
-    append_lines(path, [json_dict(report, keep_nan=True)], keep_nan=True)
+    append_lines(path, [to_json_dict(report, keep_nan=True)], keep_nan=True)

@@ -91,7 +91,7 @@ class ResultQueue:
         self._next: TrainingResult | None = None  # that the driver has not taken yet
         self._handled: TrainingResult | None = None  # that the driver is handling
         self._is_stopped = self._follows_checkpoint = False
-        self.blocked_on_driver = False
+        self.is_blocked_on_driver = False
         """Whether the function is waiting for the driver or has ended."""
 
     # ---- used by the function
@@ -109,17 +109,17 @@ class ResultQueue:
     def end(self, result: TrainingResult) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""
         with self._changed:
-            self.blocked_on_driver = True
+            self.is_blocked_on_driver = True
             self._changed.wait_for(lambda: self._next is None or self._is_stopped)
             self._next = result
             self._changed.notify_all()
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
-        self.blocked_on_driver = True
+        self.is_blocked_on_driver = True
         try:
             self._changed.wait_for(lambda: reached() or self._is_stopped)
         finally:
-            self.blocked_on_driver = False
+            self.is_blocked_on_driver = False
         if self._is_stopped:
             raise RunStoppedError("The driver has stopped this training function.")
 

@@ -22,7 +22,7 @@ NUM_WORKERS = 3
 @pytest.fixture(scope="module")
 def module_workers(module_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("set-up")
-    settings = {BATCH_SIZE: 12, "loader_workers": 2, "folder": str(folder)}
+    settings = {BATCH_SIZE: 12, "num_loader_workers": 2, "folder": str(folder)}
     elastic = ElasticConfig(resize_cooldown_s=0.0)
     with ledger_trainer(NUM_WORKERS, NUM_SAMPLES, elastic, **settings) as trainer:
         yield Shared(trainer, folder)
@@ -37,7 +37,7 @@ def test_an_epoch_trains_each_sample_once(fresh):
 
 
 def test_a_run_resumes_in_mid_epoch_with_another_number_of_workers(fresh, tmp_path):
-    config = {"num_samples": NUM_SAMPLES, "batch_size": 7, "loader_workers": 2, "until_size": 1}
+    config = {"num_samples": NUM_SAMPLES, "batch_size": 7, "num_loader_workers": 2, "until_size": 1}
     fresh.trainer.train(num_steps=50)
     many = fresh.trainer.save(tmp_path / "many.pt")
     fresh.trainer.train(num_steps=2)  # steps after the save do not count

@@ -48,10 +48,10 @@ class FromStream(SlowLedger):
             return lambda: (yield from torch.arange(size).split(8))
         if kind == "web":
             samples = web_dataset(f"{config['data']}/{{0..5}}.tar").shuffle(50, seed=0)
-            return DataLoader(samples, batch_size=8, num_workers=config["loader_workers"])
+            return DataLoader(samples, batch_size=8, num_workers=config["num_loader_workers"])
         records = text(f"{config['data']}/*.txt", cache_dir=config["data"])
         stream = Stream(records, transform=valid, group=64, shuffle=100)
-        return DataLoader(stream, batch_size=8, num_workers=config["loader_workers"])
+        return DataLoader(stream, batch_size=8, num_workers=config["num_loader_workers"])
 
     def validate_batch(self, batch, batch_info):
         return {"num_samples": len(batch)}
@@ -77,13 +77,13 @@ def data(tmp_path_factory):
 def module_workers(module_cluster, data):
     elastic = ElasticConfig(resize_cooldown_s=0.0)
     kind = "grouped" if importlib.util.find_spec("webdataset") is None else "web"
-    settings = {"kind": kind, "data": data, "loader_workers": 1}
+    settings = {"kind": kind, "data": data, "num_loader_workers": 1}
     with ledger_trainer(2, NUM_SAMPLES, elastic, FromStream, **settings) as trainer:
         yield Shared(trainer)
 
 
 def one_worker(**config):
-    config = {"num_samples": NUM_SAMPLES, "until_size": 1, "loader_workers": 0, **config}
+    config = {"num_samples": NUM_SAMPLES, "until_size": 1, "num_loader_workers": 0, **config}
     return TorchTrainer(training_operator_cls=FromStream, config=config, use_local=True)
 
 
@@ -99,7 +99,7 @@ def test_each_sample_is_read_once_despite_losses_and_on_another_number_of_worker
     before = ledger_of(trainer).clone()
     trainer.train(num_steps=41)
     saved = trainer.save(tmp_path / "state.pt")
-    config = {name: trainer.config[name] for name in ("kind", "data", "loader_workers")}
+    config = {name: trainer.config[name] for name in ("kind", "data", "num_loader_workers")}
     with one_worker(**config) as one:
         one.load(saved)
         assert one.train()["num_samples"] == NUM_SAMPLES - 41 * 16

@@ -16,7 +16,7 @@ OF_TWO_LAYERS = {
     "OperatorBase",  # two subclasses have the same name
     "TrainerProperties",
 }
-VARIANTS = {"OptimizerShards", "Stream", "TorchCreators", "WrapperExchange"}
+VARIANTS = {"OptimizerShards", "Stream", "TorchCreators", "UserDDPExchange"}
 
 
 def test_few_classes_have_exactly_one_subclass():

@@ -330,5 +330,5 @@ def test_the_reference_has_the_names_of_every_public_module():
 def test_the_page_of_callbacks_has_a_row_for_each():
     rows = re.findall(r"^\| (`.*?) \|", (DOCS / "callbacks.md").read_text(encoding="utf-8"), re.M)
     documented = {name for row in rows for name in re.findall(r"`([A-Z]\w+)\(", row)}
-    bases = {"Callback", "History", "LastCall", "LoggerCallback"}
+    bases = {"Callback", "History", "CallInfo", "LoggerCallback"}
     assert documented == {*SURFACE["raysgd.callbacks"].split()} - bases

@@ -13,8 +13,8 @@ ROOT = Path(raysgd.__file__).parents[1]
 # Such as sharding, equal bits, and Horovod. Files, strings of messages, and docs count too.
 WORDS = re.compile(
     r"\b(num_logical_workers|is_sharded|fully_sharded|use_horovod"
-    r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|EqualBits\w*|FullySharded\w*|ShardedPlacement|OptimizerShards"
-    r"|HorovodExchange|ReplicatedExchange|WrapperExchange|OwnModelsPlacement)\b"
+    r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|EqualBits\w*|FullySharded\w*|ShardedOptimizersPlacement|OptimizerShards"
+    r"|HorovodExchange|DDPExchange|UserDDPExchange|IndependentModelsPlacement)\b"
 )
 ALLOWED = re.compile(
     r"torch/strategies/|(loop|torch|tf)/options\.py|(torch|tf)/trainer\.py"

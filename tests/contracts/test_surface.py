@@ -17,11 +17,11 @@ SURFACE = {
     "raysgd.backends": "CollectiveBackend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """
         Callback CheckpointCallback CsvLogger DeviceStats EMA EarlyStopping EpochLines History
-        JsonlLogger LastCall LearningRateLogger LoggerCallback MLflowLogger ModelSummary
+        JsonlLogger CallInfo LearningRateMonitor LoggerCallback MLflowLogger ModelSummary
         ProgressBar RunReport SWA TensorBoardLogger TerminateOnNaN TorchProfiler WandbLogger
     """,
     "raysgd.checkpoint": """
-        CheckpointStore Manifest Restored read_file read_manifest save_model write_file
+        CheckpointStore Manifest RestoredCheckpoint read_file read_manifest save_model write_file
     """,
     "raysgd.data": "Dataset Stream jsonl mix parquet tar text",
     "raysgd.elastic.config": "ElasticConfig",
@@ -40,7 +40,7 @@ SURFACE = {
         SequenceClassifier SupervisedOperator WithMetrics
     """,
     "raysgd.testing": "run_operator",
-    "raysgd.testing.chaos": "Chaos Fault Injection kill schedule",
+    "raysgd.testing.chaos": "Chaos Fault InjectedFault kill schedule",
     "raysgd.tf": "TFTrainer TrainingOperator",
     "raysgd.torch": "CreatorOperator TorchTrainer TrainingOperator",
     "raysgd.torch.constants": """
@@ -205,7 +205,7 @@ METHODS = {
         on_train_start: trainer
         on_train_end: trainer
         on_epoch_end: trainer metrics
-        on_steps_end: trainer metrics
+        on_partial_epoch_end: trainer metrics
         on_validation_end: trainer metrics
         on_result: trainer call metrics
         on_event: trainer event

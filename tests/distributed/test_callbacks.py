@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from raysgd.callbacks import CheckpointCallback, LearningRateLogger, TerminateOnNaN, TorchProfiler
+from raysgd.callbacks import CheckpointCallback, LearningRateMonitor, TerminateOnNaN, TorchProfiler
 from tests.ends import check_that_shutdown_ends
 from tests.faulty import check_epoch, faulty_trainer, fingerprints, order, pids_of
 from tests.operators import NUM_SAMPLES
@@ -76,7 +76,7 @@ def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(fresh):
 
     def fit(*callbacks, **arguments):
         trainer.load_state_dict(fresh.start)
-        history = trainer.fit(2, callbacks=[*callbacks, LearningRateLogger()], **arguments)
+        history = trainer.fit(2, callbacks=[*callbacks, LearningRateMonitor()], **arguments)
         prints = fingerprints(trainer)
         assert len(set(prints)) == 1
         return list(history), prints[0], trainer.global_step

@@ -8,7 +8,7 @@ from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import WorkerLostError
 from raysgd.testing.chaos import Chaos, Fault, kill
 from raysgd.torch.state_access import TorchStateAccess
-from tests.unit.torch.features.test_setup_baseline import Tuned
+from tests.unit.torch.features.test_frozen_parameters import Tuned
 
 
 class TunedByRank(Tuned):

@@ -57,9 +57,9 @@ class Sharded(Small):
 def of_operators(operator_cls=Small, trainer_cls=TorchTrainer, **settings):
     def make(faults, mark, tmp_path):
         # Forks of a driver that uses Ray can crash, because threads of Ray hold locks.
-        loader_workers = 0 if settings.get("use_local") and settings.get("num_workers") else 1
+        num_loader_workers = 0 if settings.get("use_local") and settings.get("num_workers") else 1
         config = {"faults": [*faults], "mark": mark}
-        config |= {"num_samples": 320, "loader_workers": loader_workers}
+        config |= {"num_samples": 320, "num_loader_workers": num_loader_workers}
         folder = tempfile.mkdtemp(dir=tmp_path)
         trainer = trainer_cls(
             training_operator_cls=operator_cls,

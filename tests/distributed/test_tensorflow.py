@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raysgd import ElasticConfig, TFTrainer
-from raysgd.callbacks import LearningRateLogger
+from raysgd.callbacks import LearningRateMonitor
 from raysgd.errors import CheckpointError
 from raysgd.testing import chaos
 from tests.conftest import IN_SOAK, import_horovod, needs_tensorflow, wait_until
@@ -84,7 +84,7 @@ def check_that_two_learn_the_digits(trainer, path):
 @pytest.mark.skipif(not IN_SOAK, reason="four workers import TensorFlow, for a rare combination")
 def test_two_workers_learn_the_digits_with_horovod(module_cluster, tmp_path):
     import_horovod()
-    with make_trainer(ARRAYS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
+    with make_trainer(ARRAYS, backend="horovod", callbacks=[LearningRateMonitor()]) as trainer:
         check_that_two_work_as_one(trainer, ARRAYS)
         check_that_two_learn_the_digits(trainer, tmp_path / "state")
         step = trainer.global_step
@@ -103,7 +103,7 @@ def test_two_workers_learn_the_digits_with_horovod(module_cluster, tmp_path):
 @pytest.fixture(scope="module")
 def shared(module_cluster):
     """Two workers, which the tests share, and their first state."""
-    with make_trainer(OWN_STEPS, callbacks=[LearningRateLogger()]) as made:
+    with make_trainer(OWN_STEPS, callbacks=[LearningRateMonitor()]) as made:
         yield made, made.state_dict()
 
 

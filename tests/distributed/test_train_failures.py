@@ -13,7 +13,7 @@ import tracemalloc
 import pytest
 
 from raysgd import train
-from raysgd.elastic import group_former
+from raysgd.elastic import group_builder
 from raysgd.errors import InsufficientResourcesError
 from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig
@@ -124,7 +124,7 @@ def test_workers_out_of_step_soon_raise_a_clear_error(trainer):
 
 
 def test_function_that_never_returns_is_killed_before_the_next_run(trainer, monkeypatch):
-    monkeypatch.setattr(group_former, "_RESTART_STRAGGLER_S", 0.5)
+    monkeypatch.setattr(group_builder, "_RESTART_STRAGGLER_S", 0.5)
 
     def function():
         if train.world_rank() == 0:

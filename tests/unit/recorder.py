@@ -114,7 +114,7 @@ def make_runner(operator_cls=Recorder, config=None, context=None, **options):
     """Return a runner in this process whose epochs have five batches of eight samples."""
     config = {"num_samples": 40, "batch_size": 8, **(config or {})}
     runner = TorchRunner(TorchOptions(training_operator_cls=operator_cls, config=config, **options))
-    context = context or WorkerContext(in_driver=True)
+    context = context or WorkerContext(is_in_driver=True)
     runner.prepare(context)
     runner.setup(context)
     return runner

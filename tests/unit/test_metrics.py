@@ -17,8 +17,8 @@ from raysgd.metrics import (
     AverageMeterCollection,
     MergeableMetric,
     Sums,
-    merge_segments,
-    merge_workers,
+    merge_segment_metrics,
+    merge_worker_metrics,
 )
 
 values = st.floats(-1e6, 1e6)
@@ -55,20 +55,20 @@ def test_mean_is_weighted_by_samples(batches):
 @given(batches, st.lists(st.integers(0, 30), max_size=5))
 def test_merged_segments_equal_one_pass(batches, points):
     whole = summary_of(batches)
-    merged = merge_segments([summary_of(part) for part in cut(batches, points)])
+    merged = merge_segment_metrics([summary_of(part) for part in cut(batches, points)])
     assert merged.keys() == whole.keys()
     for key, value in whole.items():
         assert merged[key] == close(value)
     other = summary_of([(7.0, 5)])
-    expected = merge_workers([{**whole}, other])["loss"]
-    assert merge_workers([{**merged}, other])["loss"] == close(expected)
+    expected = merge_worker_metrics([{**whole}, other])["loss"]
+    assert merge_worker_metrics([{**merged}, other])["loss"] == close(expected)
 
 
 @given(batches, st.lists(st.integers(0, 30), max_size=5))
 def test_merged_workers_equal_one_pass(batches, points):
     whole = summary_of(batches)
     parts = cut(batches, points)
-    merged = merge_workers([summary_of(part) for part in parts])
+    merged = merge_worker_metrics([summary_of(part) for part in parts])
     assert merged["loss"] == merged["last_one"] == close(whole["loss"])
     assert merged["num_samples"] == whole["num_samples"]
     assert merged["last_loss"] == close(sum(part[-1][0] for part in parts) / len(parts))
@@ -83,7 +83,7 @@ def test_a_key_that_only_some_batches_have_is_weighted_by_those(keys, num_worker
     for index, key in enumerate(keys):
         meters[index % num_workers].update({key: float(index)}, n=index + 1)
         single.update({key: float(index)}, n=index + 1)
-    merged = merge_workers([m.summary() for m in meters])
+    merged = merge_worker_metrics([m.summary() for m in meters])
     expected = single.summary()
     assert merged.keys() == expected.keys()
     for key in set(keys):
@@ -116,14 +116,14 @@ def test_nan_in_one_batch_makes_the_mean_nan(batches, index):
     ],
 )
 def test_workers_are_merged_by_the_kind_of_value(parts, expected):
-    assert merge_workers(parts) == expected
+    assert merge_worker_metrics(parts) == expected
 
 
 @pytest.mark.parametrize("value", ["b", np.str_("cat"), 1j, torch.tensor(1j), Decimal(1)])
 def test_the_newest_value_of_a_worker_without_a_mean_counts(value):
     found = summary_of([("first", 1), (value, 1)], "note")
     assert found["note"] == found["last_note"] == value
-    assert merge_segments([{"note": "a"}, {"note": value}])["note"] == value
+    assert merge_segment_metrics([{"note": "a"}, {"note": value}])["note"] == value
     assert summary_of([(None, 1), (2.0, 1), (None, 1), (4.0, 1)], "note")["note"] == 3.0
 
 
@@ -133,10 +133,10 @@ def test_a_batch_without_samples_counts_for_nothing(value):
     parts = [(value, 0), (1.0, 2)]
     assert summary_of(parts)["loss"] == 1.0
     results = [summary_of([part]) for part in parts]
-    assert merge_segments(results)["loss"] == merge_workers(results)["loss"] == 1.0
+    assert merge_segment_metrics(results)["loss"] == merge_worker_metrics(results)["loss"] == 1.0
     empty = {"num_samples": 0, "loss": value}
-    assert merge_workers([empty, {"num_samples": 4, "loss": 2.0}])["loss"] == 2.0
-    assert math.isnan(merge_workers([empty, empty])["loss"])
+    assert merge_worker_metrics([empty, {"num_samples": 4, "loss": 2.0}])["loss"] == 2.0
+    assert math.isnan(merge_worker_metrics([empty, empty])["loss"])
     assert math.isnan(AverageMeter().avg)
 
 
@@ -156,7 +156,7 @@ def test_a_batch_without_samples_counts_for_nothing(value):
     ids=repr,
 )
 def test_every_kind_of_number_comes_out_as_a_python_number(number):
-    result = merge_workers([summary_of([(number, 2)])])
+    result = merge_worker_metrics([summary_of([(number, 2)])])
     assert result["loss"] == result["last_loss"] == 1.0
     assert type(result["loss"]) is float
 
@@ -166,7 +166,7 @@ def test_num_samples_may_be_a_tensor(kind):
     meters = AverageMeterCollection()
     meters.update({"k": 1.0, "num_samples": kind(3)}, n=kind(3))
     meters.update({"k": 5.0, "num_samples": kind(1)}, n=kind(1))
-    result = merge_workers([meters.summary()])
+    result = merge_worker_metrics([meters.summary()])
     assert (result["k"], result["num_samples"]) == (2.0, 4)
     assert torch.Tensor not in map(type, result.values())
 
@@ -175,7 +175,7 @@ def test_numbers_in_dicts_are_averaged_as_others_are():
     meters = AverageMeterCollection()
     meters.update({"f1": {"cat": 1.0, "dog": {"big": 2.0}}, "num_samples": 3}, n=3)
     meters.update({"f1": {"cat": 5.0, "dog": {"big": 6.0}}, "num_samples": 1}, n=1)
-    merged = merge_workers([meters.summary(), meters.summary()])
+    merged = merge_worker_metrics([meters.summary(), meters.summary()])
     assert (merged["f1/cat"], merged["f1/dog/big"], merged["last_f1/cat"]) == (2.0, 3.0, 5.0)
 
 
@@ -185,7 +185,7 @@ def test_an_own_metric_replaces_the_last_value_of_another(names, last):
     meters = AverageMeterCollection()
     for batch in ({"last_lr": last[0], "lr": 5.0}, {"last_lr": last[1], "lr": 7.0}):
         meters.update({name: batch[name] for name in names})
-    result = merge_workers([meters.summary()])
+    result = merge_worker_metrics([meters.summary()])
     assert result["lr"] == 6.0
     assert result["last_lr"] == (2.0 if last == (1.0, 3.0) else "b")
 
@@ -201,7 +201,7 @@ def test_batches_do_not_change_the_number_of_batches():
 
 def test_each_element_of_a_tensor_has_its_own_mean():
     parts = [(torch.tensor([1, 2]), 1), (torch.tensor([5, 2]), 3)]
-    merged = merge_workers([summary_of(parts, "k")])
+    merged = merge_worker_metrics([summary_of(parts, "k")])
     assert [merged[key] for key in ("k_0", "k_1", "last_k_0")] == [4.0, 2.0, 5.0]
     with pytest.raises(ValueError, match=r"'k' has 1 elements, but had 2 in .* the mean, or"):
         summary_of([*parts, (torch.tensor([3.0]), 1)], "k")  # would count for each element
@@ -251,10 +251,10 @@ token_batches = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 64)), min_si
 def test_mergeable_metrics_equal_one_pass(batches, workers, segments, copied):
     """This holds even if user code copies a result into another dict."""
     parts = [
-        merge_segments([summary_of_perplexities(part) for part in cut(share, segments)])
+        merge_segment_metrics([summary_of_perplexities(part) for part in cut(share, segments)])
         for share in cut(batches, workers)
     ]
-    merged = merge_workers([{**part} for part in parts] if copied else parts)
+    merged = merge_worker_metrics([{**part} for part in parts] if copied else parts)
     tokens = sum(n for _, n in batches)
     expected = math.exp(math.fsum(v * n for v, n in batches) / tokens)
     assert merged["perplexity"] == pytest.approx(expected, rel=1e-9)
@@ -265,7 +265,7 @@ def test_mergeable_metrics_equal_one_pass(batches, workers, segments, copied):
 def test_a_merged_value_can_be_merged_after_pickling(pickler):
     parts = [summary_of_perplexities([batch]) for batch in ((0.0, 1), (2.0, 3))]
     twins = [pickler.loads(pickler.dumps(part)) for part in parts]
-    assert merge_workers(twins)["perplexity"] == close(math.exp(1.5))
+    assert merge_worker_metrics(twins)["perplexity"] == close(math.exp(1.5))
 
 
 def test_sums_may_be_tensors_and_arrays_and_are_float64():
@@ -294,8 +294,8 @@ def test_last_of_a_mergeable_metric_is_the_value_of_the_newest_batch():
 
 def test_a_mergeable_metric_and_a_plain_number_merge_as_a_mean():
     parts = [summary_of_perplexities([(0.0, 1)]), {"num_samples": 1, "perplexity": 3.0}]
-    assert merge_workers(parts)["perplexity"] == 2.0
-    assert merge_segments(parts)["perplexity"] == 2.0
+    assert merge_worker_metrics(parts)["perplexity"] == 2.0
+    assert merge_segment_metrics(parts)["perplexity"] == 2.0
 
 
 class Shares(MergeableMetric):
@@ -318,7 +318,7 @@ def rmse(squares, count):
 
 
 def merged_of(batches, name):
-    return merge_workers([summary_of([batch], name) for batch in batches])
+    return merge_worker_metrics([summary_of([batch], name) for batch in batches])
 
 
 ERRORS = Sums(rmse, squares=8.0, count=2)
@@ -349,16 +349,18 @@ def test_a_metric_may_compute_several_numbers():
     part = shares_of([1, 0], [1, 2])
     assert (part["share_0"], part["share_1"]) == (0.5, 0.5)
     assert (part["last_share_0"], part["last_share_1"]) == close((1 / 3, 2 / 3))
-    merged = merge_workers([part, merge_segments([shares_of([0, 3]), shares_of([0, 1])])])
+    merged = merge_worker_metrics(
+        [part, merge_segment_metrics([shares_of([0, 3]), shares_of([0, 1])])]
+    )
     assert (merged["share_0"], merged["share_1"]) == (0.25, 0.75)
     assert "share" not in merged
 
 
-@pytest.mark.parametrize("merge", [merge_workers, merge_segments])
+@pytest.mark.parametrize("merge", [merge_worker_metrics, merge_segment_metrics])
 def test_a_part_too_small_for_any_value_counts_in_the_merged_one(merge):
     small = shares_of([1, 0])
     assert math.isnan(small["share"])
-    assert math.isnan(merge_workers([small], raises=False)["share"])
+    assert math.isnan(merge_worker_metrics([small], raises=False)["share"])
     for parts in ([small, shares_of([0, 3])], [shares_of([0, 3]), small]):
         merged = merge(parts)
         assert merged["share_0"] == 0.25
@@ -381,7 +383,7 @@ def test_a_metric_may_compute_an_array(classes, point):
     parts = [summary(part) for part in cut(classes, [point])]
     counts = np.bincount(classes, minlength=6).reshape(2, 3)
     expected = {f"matrix_{row}_{column}": n for (row, column), n in np.ndenumerate(counts)}
-    for merge in (merge_workers, merge_segments):
+    for merge in (merge_worker_metrics, merge_segment_metrics):
         assert expected.items() <= merge(parts).items()
 
 
@@ -390,7 +392,7 @@ def test_a_mean_does_not_depend_on_the_order_of_the_batches_and_workers():
     batches = [(loss, 3) for loss in losses]
     parts = [summary_of(batches[::-1][rank::3]) for rank in range(3)]
     sent = [pickle.loads(pickle.dumps(part)) for part in parts]
-    assert merge_workers(sent)["loss"] == summary_of(batches)["loss"]
+    assert merge_worker_metrics(sent)["loss"] == summary_of(batches)["loss"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
-from raysgd.torch.modules import is_trainable, user_module
+from raysgd.torch.modules import can_require_grad, user_module
 from raysgd.torch.object_states import model_problem
 from raysgd.torch.precision import to_full_precision
 from raysgd.torch.strategies import conflicts
@@ -69,7 +69,7 @@ class WeightAveraging(UpdateFeature):
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
         """Return what has averages. Others, such as quantized weights, are never trained."""
         named = (user_module(model).named_parameters() for model in self._train_state.models)
-        return [{name: p for name, p in each if is_trainable(p)} for each in named]
+        return [{name: p for name, p in each if can_require_grad(p)} for each in named]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter with its average. List a shared parameter once."""

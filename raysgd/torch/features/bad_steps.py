@@ -11,7 +11,7 @@ import torch
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.loss_weights import Factors
-from raysgd.loop.update import BadStep, Update
+from raysgd.loop.update import BadStepRecord, Update
 from raysgd.torch.options import BadSteps
 from raysgd.torch.train_state import TorchTrainState
 
@@ -67,7 +67,7 @@ class BadStepFilter(UpdateFeature):
                 "step could not be undone. Add up the losses, and step once."
             )
         norm = float(exchange.norm(precision.parameters(optimizer))[1])
-        loss = exchange.all_reduce_sum(float(self._loss_term)) / exchange.averaging_size
+        loss = exchange.all_reduce_sum(float(self._loss_term)) / exchange.num_averaging_workers
         loss *= exchange.gradient_factor
         usual, kind = statistics.median(self._losses or [math.inf]), _GOOD
         if not math.isfinite(loss + norm):
@@ -90,7 +90,7 @@ class BadStepFilter(UpdateFeature):
     def _record_bad_step(self, update: Update, reason: str, value: Any) -> None:
         train_state, position = self._train_state, self._train_state.position
         source, num_samples = train_state.data.training_source, update.plan.total_samples or 0
-        bad_step: BadStep = {
+        bad_step: BadStepRecord = {
             "step": position.global_step + update.plan.num_steps,
             "epoch": position.epoch + 1,
             "reason": reason,

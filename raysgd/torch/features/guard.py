@@ -14,7 +14,7 @@ from raysgd.loop.update import Update
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
 from raysgd.torch.options import Guard
-from raysgd.torch.tensors import arithmetic_of, digest_of, is_readable
+from raysgd.torch.tensors import describe_platform, digest_of, is_readable
 from raysgd.torch.train_state import TorchTrainState
 
 _LAG = 2
@@ -167,7 +167,7 @@ class ReplicaGuard(UpdateFeature):
         for kind, name, value in self._contents.contents(in_step, is_new):
             is_frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad
             if is_frozen and self._is_due:
-                options.append((name, self._train_state.baseline.digest_of(value)))
+                options.append((name, self._train_state.frozen_parameters.digest_of(value)))
             elif isinstance(value, torch.Tensor):
                 is_large = one_in > 1 and value.numel() > _SMALL
                 if is_large and is_readable(value) and value.is_contiguous():
@@ -208,7 +208,7 @@ class ReplicaGuard(UpdateFeature):
         for kind, name, value in self._contents.contents(*flags):
             is_tensor = isinstance(value, torch.Tensor)
             local[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
-        context, kind = train_state.settings.context, arithmetic_of(train_state.settings.device)
+        context, kind = train_state.settings.context, describe_platform(train_state.settings.device)
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
             f"After step {step}, the workers differ. A failure interrupted the report of the "

@@ -10,8 +10,8 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd.data.partition import MicroBatchPlan, part_bounds
-from raysgd.data.source import ReadBatch
-from raysgd.loop.micro_batching import MicroBatching, SplitBatch
+from raysgd.data.source import SourceBatch
+from raysgd.loop.micro_batching import MicroBatches, MicroBatching
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.options import TorchSettings
 
@@ -39,12 +39,12 @@ class TorchMicroBatching(MicroBatching):
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
     def split_batch(
-        self, read: ReadBatch, micro_batch: MicroBatchPlan, may_split: bool
-    ) -> SplitBatch:
+        self, read: SourceBatch, micro_batch: MicroBatchPlan, may_split: bool
+    ) -> MicroBatches:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         batch = read.content
         unsplit = [(copy_containers(batch), micro_batch)]
-        self._num_samples = read.num_collated or micro_batch.num_samples or 0
+        self._num_samples = read.num_collated_samples or micro_batch.num_samples or 0
         if self.num_splits == 1 or not (may_split and self._settings.options.split_on_oom):
             return unsplit
         rows = num_rows(batch, self._num_samples)
@@ -60,9 +60,9 @@ class TorchMicroBatching(MicroBatching):
         return list(zip(batches, micro_batch.split(sizes), strict=True))
 
     def is_recoverable(self, error: BaseException) -> bool:
-        return self._settings.options.split_on_oom and ran_out_of_memory(error)
+        return self._settings.options.split_on_oom and is_oom_error(error)
 
-    def choose_split(self, error: BaseException, batch: Any, may_split: bool) -> int:
+    def choose_num_splits(self, error: BaseException, batch: Any, may_split: bool) -> int:
         if "Expected more than 1 value per channel" in str(error):
             error.add_note(
                 "Normalization layers cannot train on one value per channel. The last step of an "
@@ -84,7 +84,7 @@ class TorchMicroBatching(MicroBatching):
             return 0
         return 2 * self.num_splits
 
-    def increase_split(self, min_splits: int) -> None:
+    def increase_num_splits(self, min_splits: int) -> None:
         self.num_splits = max(self.num_splits, min_splits)
         gc.collect()  # tensors in reference cycles
         if torch.cuda.is_initialized():
@@ -97,13 +97,13 @@ class TorchMicroBatching(MicroBatching):
             )
 
 
-def ran_out_of_memory(error: BaseException) -> bool:
+def is_oom_error(error: BaseException) -> bool:
     """Return whether an exception reports that GPU or process memory is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     inner = getattr(error, "inner_exception", None)  # torch.compile wraps the original error
     if isinstance(inner, BaseException):
-        return ran_out_of_memory(inner)
+        return is_oom_error(inner)
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 

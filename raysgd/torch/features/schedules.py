@@ -11,7 +11,7 @@ from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.train_state import TorchTrainState
 
 
-class Schedules(UpdateFeature):
+class LRScheduling(UpdateFeature):
     def __init__(self, train_state: TorchTrainState, checks: StepChecks) -> None:
         self._train_state, self._checks = train_state, checks
         self._at_step: list[Callable[[], None]] = []  # functions that restore what it began with

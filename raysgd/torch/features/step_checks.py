@@ -96,8 +96,10 @@ class StepChecks(UpdateFeature):
     def warn_of_dropped_samples(self, segment: Segment | None) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
         train_state, update = self._train_state, self._train_state.update
-        has_weight = train_state.exchange.averaging_size > 1 or not update.has_one_micro_batch
-        if not has_weight or segment is None or (drawn := segment.num_collated) is None:
+        has_weight = (
+            train_state.exchange.num_averaging_workers > 1 or not update.has_one_micro_batch
+        )
+        if not has_weight or segment is None or (drawn := segment.num_collated_samples) is None:
             return
         batch = ParsedBatch((segment.batch,), {}, None)
         _, is_clear = batch.count_samples(drawn)
@@ -125,7 +127,7 @@ class StepChecks(UpdateFeature):
             self._refuse_split("train_batch passes num_items for several losses of a batch")
         counts_samples = count.num_items is None and not count.is_sum
         has_gap = update.loss_weights.num_earlier < update.micro_batch_index
-        if has_gap and counts_samples and exchange.averaging_size > 1:
+        if has_gap and counts_samples and exchange.num_averaging_workers > 1:
             self._require_unsplit(_NO_BACKWARD)
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")

@@ -15,7 +15,7 @@ from raysgd._internal.nested import describe, named_values
 from raysgd.torch.modules import user_module
 from raysgd.torch.tensors import tensors_in
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The default of ``ignore_index`` of losses in PyTorch."""
 
 
@@ -165,4 +165,4 @@ def has_masked_labels(batch: Any) -> bool:
     else:
         labels = list(batch[-1:]) if isinstance(batch, tuple | list) else []
     integers = [t for t in labels if isinstance(t, torch.Tensor) and not t.is_floating_point()]
-    return any(bool((tensor == IGNORED).any()) for tensor in integers)
+    return any(bool((tensor == IGNORE_INDEX).any()) for tensor in integers)

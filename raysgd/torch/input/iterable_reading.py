@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     state: Any  # of the data set after this chunk; None if it has none
 
 
-class Chunks(IterableDataset[Chunk]):
+class ChunkDataset(IterableDataset[Chunk]):
     """Reads a data set in chunks of `size` samples, in this process or in loader processes.
 
     Seeds the global random number generators for each chunk, and within a `GroupedStream`, so that
@@ -203,7 +203,7 @@ def _has_buffer(examples: Any) -> bool:
     return "BufferShuffled" in name or any(_has_buffer(i) for i in inner if i is not None)
 
 
-def with_chunks(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoader[Any]:
+def with_chunks(loader: DataLoader[Any], chunks: ChunkDataset, seed: int) -> DataLoader[Any]:
     """Return a copy of a loader whose processes read `chunks`."""
     return clone(
         with_dataset(loader, chunks),

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from raysgd.data.partition import UpdatePlan
-from raysgd.data.source import PartitionedSource, ReadBatch, length_of, set_loader_epoch
+from raysgd.data.source import PartitionedSource, SourceBatch, length_of, set_loader_epoch
 from raysgd.data.stream import GroupedStream, NumberedSamples, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.input.iterable_reading import (
-    Chunks,
+    ChunkDataset,
     SampleBuffer,
     can_seek,
     name_of,
@@ -32,8 +32,8 @@ class IterableSource(PartitionedSource):
     The samples of a DataLoader over an IterableDataset are partitioned. For any other loader, each
     item is a ready batch, and the workers take turns.
 
-    `requested_batch_size` determines the order of the samples of several loader processes, because
-    it does not depend on the number of workers.
+    `requested_global_batch_size` determines the order of the samples of several loader processes,
+    because it does not depend on the number of workers.
     """
 
     data_kind = "a stream"
@@ -72,7 +72,7 @@ class IterableSource(PartitionedSource):
 
     # ---- batches
 
-    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[SourceBatch]:
         self._seek(epoch, offset)
         partition, first, self.steps_read = self._partition, offset, 0
         end = sys.maxsize if num_steps is None else offset + num_steps * partition.global_batch_size
@@ -86,8 +86,8 @@ class IterableSource(PartitionedSource):
                 return
             self.steps_read = -(-(offset + size - first) // partition.global_batch_size)
             for start, stop in step.spans():
-                num_collated = stop - start if self._collates else None
-                yield ReadBatch(self._batch(offset + start, offset + stop), num_collated)
+                num_collated_samples = stop - start if self._collates else None
+                yield SourceBatch(self._batch(offset + start, offset + stop), num_collated_samples)
             offset += size
             if not partition.training:
                 self._buffer.trim(offset)
@@ -182,7 +182,7 @@ class IterableSource(PartitionedSource):
             mark = start
         seed, requested = self._seed + epoch, self._requested_batch_size
         size = requested if self._follows_config and requested else self.batch_size
-        chunks: Any = Chunks(self._dataset, size, seed, mark)
+        chunks: Any = ChunkDataset(self._dataset, size, seed, mark)
         if num_processes:
             chunks = self._iteration = iter(with_chunks(self.loader, chunks, seed))
         self._buffer, self._reading = SampleBuffer(chunks, mark), (epoch, self._seed)

@@ -29,7 +29,7 @@ HUGE = 2**24
 """Number of samples above which a shuffled order is computed where it is read."""
 
 
-class HugeOrder:
+class LazyPermutation:
     """A shuffled order of many samples that needs no memory and no time for the whole epoch.
 
     A Feistel network permutes the numbers of an even number of bits. Numbers that are too large are
@@ -57,7 +57,7 @@ class HugeOrder:
                 return index
 
 
-Order = torch.Tensor | list[Any] | HugeOrder | SampleKeys | None
+Order = torch.Tensor | list[Any] | LazyPermutation | SampleKeys | None
 """Order of an epoch: indices or other keys of a sampler. None means the order of the data set."""
 
 
@@ -99,7 +99,9 @@ def draw_order(sampler: Any, seed: int) -> Order:
     with seeding(seed, getattr(sampler, "generator", getattr(inner, "generator", None))):
         if is_plain_shuffle(sampler):
             size = len(sampler.data_source)
-            return torch.randperm(size) if size <= HUGE else HugeOrder(size, sampler.replacement)
+            return (
+                torch.randperm(size) if size <= HUGE else LazyPermutation(size, sampler.replacement)
+            )
         # Stop an endless sampler after its length. Let others end, and perhaps count their epochs.
         iterator = iter(sampler)
         keys = list(itertools.islice(iterator, 1))

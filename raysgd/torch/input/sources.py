@@ -26,7 +26,7 @@ from raysgd.data.records import Records
 from raysgd.data.source import (
     BatchSource,
     PartitionedSource,
-    ReadBatch,
+    SourceBatch,
     is_read_once,
     length_of,
     set_loader_epoch,
@@ -34,7 +34,7 @@ from raysgd.data.source import (
 )
 from raysgd.data.stream import NumberedSamples, SampleKeys, close_files, file_stamps
 from raysgd.loop.sources import DataSources
-from raysgd.torch.input.batches import IGNORED, collate_samples
+from raysgd.torch.input.batches import IGNORE_INDEX, collate_samples
 from raysgd.torch.input.iterable_source import (
     IterableSource,
     collates_iterable,
@@ -114,7 +114,7 @@ class TorchSources(DataSources):
             training=training,
             partitions=settings.options.add_dist_sampler,
             seed=self.seed,
-            config_batch_size=settings.config_batch_size,
+            worker_batch_size=settings.worker_batch_size,
             **settings.partition_arguments,
         )
 
@@ -154,7 +154,7 @@ class MapStyleSource(PartitionedSource):
         copied._kept_loader, copied.epoch_order = None, copy.copy(self.epoch_order)
         return copied
 
-    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[ReadBatch]:
+    def read(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[SourceBatch]:
         order = self._order_of(epoch, offset)  # first, because the length may depend on the epoch
         partition = self._partition = self.partition
         if offset:
@@ -188,7 +188,7 @@ class MapStyleSource(PartitionedSource):
 
     def _yield_batches(
         self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
-    ) -> Iterator[ReadBatch]:
+    ) -> Iterator[SourceBatch]:
         """Yield the batches that a loader has for `spans`. Raise an error if it has too few."""
         for number, (start, stop) in enumerate(spans):
             if (batch := next(batches, _MISSING)) is _MISSING:
@@ -197,12 +197,12 @@ class MapStyleSource(PartitionedSource):
                     f"The loader ended after {number} of {expected} batches. Its data set must not "
                     "raise StopIteration."
                 )
-            num_collated = stop - start if self._collates else None
+            num_collated_samples = stop - start if self._collates else None
             if self._assigns_batches:
-                num_collated = sum(map(len, pick_keys(order, start, stop)))
+                num_collated_samples = sum(map(len, pick_keys(order, start, stop)))
             if self._partition.layout.seeds_parts:
                 seed_all(self._seed, epoch, start)  # for user code
-            yield ReadBatch(batch, num_collated)
+            yield SourceBatch(batch, num_collated_samples)
         next(batches, None)  # ends the loader's processes
 
     def indices(self, epoch: int) -> Iterator[Any]:
@@ -261,7 +261,7 @@ class MapStyleSource(PartitionedSource):
         """Whether data in memory has targets that losses of PyTorch ignore by default."""
         datasets = nested_datasets(self.loader.dataset)
         targets = [data.tensors[-1] for data in datasets if isinstance(data, TensorDataset)]
-        return any(bool((target == IGNORED).any()) for target in targets)
+        return any(bool((target == IGNORE_INDEX).any()) for target in targets)
 
     def fingerprint(self) -> str:
         size = self._epoch_size  # when it was registered, as by a worker that joins later

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.files import lock_of_node
-from raysgd.metrics import NUM_SAMPLES, merge_segments
+from raysgd.metrics import NUM_SAMPLES, merge_segment_metrics
 from raysgd.torch.interop.lightning_trainer import TrainerStandIn
 from raysgd.torch.interop.torchmetrics import compute_logged
 
@@ -46,7 +46,7 @@ _REFUSED = {
 """Hooks that raysgd does not call, and what to do instead."""
 
 
-class LightningMethods(_Base):  # type: ignore[misc]
+class LightningOperatorMixin(_Base):  # type: ignore[misc]
     """Trains a LightningModule. Calls its steps and hooks, and collects what it logs."""
 
     module: Any
@@ -200,7 +200,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             if begins:
                 module.on_train_epoch_start()
             result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
-            self._epoch = result if begins else merge_segments([self._epoch, result])
+            self._epoch = result if begins else merge_segment_metrics([self._epoch, result])
             if self._loop_ends_epoch():
                 with stand_in.restoring_metrics(self._epoch):
                     module.on_train_epoch_end()
@@ -219,7 +219,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss, num_samples = outputs.get("loss"), self._num_samples(batch)
-        count = self.count_for_backward(batch, num_samples)
+        count = self.count_items(batch, num_samples)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"{type(module).__name__}.training_step returned {output!r}. It must return "
@@ -297,7 +297,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         metrics = {}
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # or the output of the model
-            metrics["val_loss"] = self._mean_of(loss, self.count_for_backward(batch, num_samples))
+            metrics["val_loss"] = self._mean_of(loss, self.count_items(batch, num_samples))
         return {**metrics, **self._stand_in.pop_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
@@ -328,7 +328,7 @@ def lightning_operator(
     """Return an operator class that trains `module_cls`, for ``from_ptl`` of the class `base`.
 
     `root` is `TrainingOperator`, whose module imports this module. Overrides in a subclass `base`
-    come before `LightningMethods`, and these come before `root`.
+    come before `LightningOperatorMixin`, and these come before `root`.
 
     Raises:
         TypeError: If `module_cls` is not a LightningModule of Lightning 2.
@@ -343,7 +343,7 @@ def lightning_operator(
         "_loaders": {name: loader for name, loader in loaders.items() if loader is not None},
         "_datamodule": datamodule,
     }
-    bases = (LightningMethods, root) if base is root else (base, LightningMethods, root)
+    bases = (LightningOperatorMixin, root) if base is root else (base, LightningOperatorMixin, root)
     return type("CustomLightningOperator", bases, attributes)
 
 

@@ -45,7 +45,13 @@ from raysgd.torch.input.orders import seed_all
 from raysgd.torch.strategies import conflicts
 from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
-from raysgd.torch.tensors import arithmetic_of, copy_leaf, multiply_all, parameters_of, version_of
+from raysgd.torch.tensors import (
+    copy_leaf,
+    describe_platform,
+    multiply_all,
+    parameters_of,
+    version_of,
+)
 from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "num_shards"  # of the number of logical workers, in saved files
@@ -68,7 +74,7 @@ class EqualBitsExchange(GroupExchange):
     """
 
     keeps_all_equal = True
-    averaging_size = 1  # gradients are summed
+    num_averaging_workers = 1  # gradients are summed
     divides_by_counts = True
     sums_exactly = True
     counts_in_commit = True
@@ -101,7 +107,7 @@ class EqualBitsExchange(GroupExchange):
         """Check that all workers compute with the same bits."""
         if not self._train_state.settings.context.distributed:
             return
-        local = arithmetic_of(self._train_state.settings.device)
+        local = describe_platform(self._train_state.settings.device)
         first = self._train_state.collectives.broadcast(lambda: local, 0)
         if self._train_state.collectives.any_rank(local != first):
             raise RuntimeError(

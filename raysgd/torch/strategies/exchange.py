@@ -20,7 +20,7 @@ class GradientExchange(UpdateFeature):
     keeps_all_equal = False
     """Whether raysgd keeps all registered objects equal, and not only models that user code wraps.
     Workers can then train only parameters that were registered."""
-    averaging_size = 1
+    num_averaging_workers = 1
     """Number of workers that average their gradients. 1 if they add them up, or for one worker."""
     divides_by_counts = False
     """Whether `complete_gradients` divides sums by all items that losses count, if they do. Losses

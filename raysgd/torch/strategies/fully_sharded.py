@@ -17,7 +17,7 @@ import torch.distributed as dist
 from raysgd.checkpoint.shards import SavedPiece
 from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
-from raysgd.torch.modules import only_running_statistics
+from raysgd.torch.modules import has_only_running_statistics
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies.group_exchange import GroupExchange
 from raysgd.torch.strategies.sharded_modules import ShardedModules
@@ -145,7 +145,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
         load = super().receive(leader_rank)
-        if self.held_state.condition != "lost":
+        if self.state_status.condition != "lost":
             self._shard_models()
         return load
 
@@ -204,7 +204,7 @@ class FullyShardedExchange(GroupExchange):
         super().__init__(train_state)
         sharded: Any = train_state.placement
         self._modules: ShardedModules = sharded.modules
-        self._synced_models = [m for m in train_state.models if not only_running_statistics(m)]
+        self._synced_models = [m for m in train_state.models if not has_only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
     def check_parameters(self) -> None:

@@ -26,7 +26,7 @@ class GroupExchange(GradientExchange):
         return device.type == "cuda" or any(map(is_compiled, models))
 
     @property
-    def averaging_size(self) -> int:  # type: ignore[override]
+    def num_averaging_workers(self) -> int:  # type: ignore[override]
         return self._train_state.settings.context.world_size if self._averages_gradients else 1
 
     def wrap(self, ddp_args: Mapping[str, Any], horovod_args: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from raysgd.torch.tensors import backward_pass_number, parameters_of
 from raysgd.torch.train_state import TorchTrainState
 
 
-class OwnModelsPlacement(StatePlacement):
+class IndependentModelsPlacement(StatePlacement):
     """Each worker keeps its own models, unless user code has wrapped some of them."""
 
     def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ class OwnModelsPlacement(StatePlacement):
     replicates: Any = property(lambda self: any(map(is_ddp, self._train_state.models)))
 
 
-class WrapperExchange(GroupExchange):
+class UserDDPExchange(GroupExchange):
     """Averages gradients by wrappers that user code has made. One worker usually has none."""
 
     _wrappers: Sequence[DistributedDataParallel] = ()
@@ -87,7 +87,7 @@ class WrapperExchange(GroupExchange):
         self._set_sync(True)  # a commit follows the last micro-batch, which has set it
 
 
-class ReplicatedExchange(WrapperExchange):
+class DDPExchange(UserDDPExchange):
     """Wraps all models that user code has not wrapped."""
 
     keeps_all_equal = True

@@ -5,9 +5,9 @@ The workers average gradients in the last micro-batch of an update:
 1. DistributedDataParallel averages in the first backward pass after a forward pass.
 2. `BackwardPasses._end_pass` runs after each pass. It completes the averages of the first one, for
    unused parameters and those that were frozen at first, and averages all gradients of later ones.
-3. `ReplicatedExchange.complete_gradients` runs before the step of an optimizer. If gradients are
+3. `DDPExchange.complete_gradients` runs before the step of an optimizer. If gradients are
    new or changed since the last pass, it averages all gradients of the optimizer.
-4. `ReplicatedExchange.before_commit` raises if other workers trained a model that this worker did
+4. `DDPExchange.before_commit` raises if other workers trained a model that this worker did
    not.
 """
 
@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal import step_timing
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.modules import (
+    can_require_grad,
     grad_flags,
-    is_trainable,
-    only_running_statistics,
+    has_only_running_statistics,
     set_grad_flags,
     uncompiled,
 )
@@ -152,7 +152,7 @@ class BackwardPasses:
                 leaf.register_hook(self.begin_pass)
         if may_hide_tensors and not self.watches_parameters:
             self.watches_parameters = True
-            for parameter in filter(is_trainable, self.parameters):  # now or later
+            for parameter in filter(can_require_grad, self.parameters):  # now or later
                 required = parameter.requires_grad
                 parameter.requires_grad_(True).register_hook(self.begin_pass)
                 parameter.requires_grad_(required)
@@ -278,7 +278,7 @@ def wrap(
     ddp_arguments = {"device_ids": None if device.index is None else [device.index], **arguments}
     replica = ReplicatedModel(model, **ddp_arguments)
     # A criterion may run several times in a step, and a broadcast would modify its buffers.
-    stays = is_criterion or only_running_statistics(model)
+    stays = is_criterion or has_only_running_statistics(model)
     if stays and not ddp_arguments.keys() & {"broadcast_buffers", "forward_sync_buffers"}:
         # The argument of the constructor would also turn off the first broadcast before
         # PyTorch 2.13.
@@ -332,4 +332,4 @@ def averaged_parameters(model: DistributedDataParallel) -> dict[str, bool]:
     if len(set(averaged) - model.parameters_to_ignore) == num_averaged:
         return required
     # User code wrapped the model and froze parameters later, so any parameter may be averaged.
-    return {name: is_trainable(parameter) for name, parameter in named.items()}
+    return {name: can_require_grad(parameter) for name, parameter in named.items()}

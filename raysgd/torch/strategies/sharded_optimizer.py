@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd._internal.nested import map_leaves
-from raysgd._internal.progress import HeldState
+from raysgd._internal.progress import StateStatus
 from raysgd.checkpoint.shards import PARAMETER, SavedPiece
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.state_placement import StatePlacement
@@ -78,7 +78,7 @@ class OptimizerShards(UpdateFeature):
             parameters. The layout then covers those of the optimizer, also if they are frozen.
     """
 
-    held_state = HeldState(is_complete=False)
+    state_status = StateStatus(is_complete=False)
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class OptimizerShards(UpdateFeature):
                 }
                 self._pieces.append(Piece(index, start, stop, self._version, state))
         self._token = self._token[0], self._token[1] + 1
-        self.is_in_sync, self.held_state = True, HeldState(is_complete=False)
+        self.is_in_sync, self.state_status = True, StateStatus(is_complete=False)
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor, span: slice) -> Any:
         """Return a copy of a value of the state, for some elements of a parameter.
@@ -329,7 +329,7 @@ class OptimizerShards(UpdateFeature):
         pieces_by_rank = [held if its_token == token else [] for its_token, _, held in reports]
         shards = [layout.shard(number, size) for number in range(size)]
         transfers = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
-        self.held_state = HeldState(False, condition="lost" if transfers is None else "good")
+        self.state_status = StateStatus(False, condition="lost" if transfers is None else "good")
         if transfers is None:
             return super().receive(leader_rank)
         transfers_by_src: dict[int, list[Transfer]] = defaultdict(list)
@@ -380,7 +380,7 @@ class OptimizerShards(UpdateFeature):
         return piece.param_index, start, stop, piece.version, state, values, base
 
 
-class ShardedPlacement(StatePlacement):
+class ShardedOptimizersPlacement(StatePlacement):
     """Several sharded optimizers. Every worker has the complete models."""
 
     def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
@@ -390,9 +390,9 @@ class ShardedPlacement(StatePlacement):
         ]
 
     @property
-    def held_state(self) -> HeldState:  # type: ignore[override]
-        states = (feature.held_state for feature in self.features)
-        return next((s for s in states if s.condition == "lost"), HeldState(is_complete=False))
+    def state_status(self) -> StateStatus:  # type: ignore[override]
+        states = (feature.state_status for feature in self.features)
+        return next((s for s in states if s.condition == "lost"), StateStatus(is_complete=False))
 
     is_in_sync: Any = property(lambda self: all(feature.is_in_sync for feature in self.features))
 

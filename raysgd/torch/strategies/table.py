@@ -1,18 +1,18 @@
 """The strategies of training: who has which state, and how gradients meet.
 
-What `StatePlacement` and `GradientExchange` answer in each mode:
+What `StatePlacement` and `GradientExchange` answer in each strategy, and which workers average:
 
-==========  ============  ===================  =============  =================  ===================
-mode        `replicates`  `is_unsharded`, for  `is_complete`  `keeps_all_equal`  `averaging_size`
-==========  ============  ===================  =============  =================  ===================
-equal bits  yes           all                  yes            yes                1: adds up
+==========  ============  ===================  =============  =================  ===============
+strategy    `replicates`  `is_unsharded`, for  `is_complete`  `keeps_all_equal`  these average
+==========  ============  ===================  =============  =================  ===============
+equal bits  yes           all                  yes            yes                none: adds up
 one worker  yes           all                  yes            no                 1
 Horovod     yes           all                  yes            yes                all workers
 own models  if wrapped    all                  yes            no                 all workers, or 1
 replicated  yes           all                  yes            yes                all workers
 optimizer   yes           models               no             yes                all workers
 full        yes           nothing              no             yes                all workers
-==========  ============  ===================  =============  =================  ===================
+==========  ============  ===================  =============  =================  ===============
 
 Only equal bits has `divides_by_counts`, `sums_exactly`, `counts_in_commit`, and `gathers_metrics`.
 """
@@ -32,11 +32,11 @@ from raysgd.torch.strategies.equal_bits import EqualBitsExchange
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.horovod import HorovodExchange
 from raysgd.torch.strategies.replicated_exchange import (
-    OwnModelsPlacement,
-    ReplicatedExchange,
-    WrapperExchange,
+    DDPExchange,
+    IndependentModelsPlacement,
+    UserDDPExchange,
 )
-from raysgd.torch.strategies.sharded_optimizer import ShardedPlacement
+from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizersPlacement
 from raysgd.torch.train_state import TorchTrainState
 
 
@@ -68,11 +68,11 @@ def _fully_sharded() -> ModuleType:
 
 STRATEGIES = {
     "equal bits": Strategy(EqualBitsExchange),
-    "one worker": Strategy(WrapperExchange),
+    "one worker": Strategy(UserDDPExchange),
     "Horovod": Strategy(HorovodExchange),
-    "own models": Strategy(WrapperExchange, OwnModelsPlacement),
-    "replicated": Strategy(ReplicatedExchange),
-    "optimizer": Strategy(ReplicatedExchange, ShardedPlacement, ("copies",), check_shardable),
+    "own models": Strategy(UserDDPExchange, IndependentModelsPlacement),
+    "replicated": Strategy(DDPExchange),
+    "optimizer": Strategy(DDPExchange, ShardedOptimizersPlacement, ("copies",), check_shardable),
     "full": Strategy(
         lambda train_state: _fully_sharded().FullyShardedExchange(train_state),
         lambda *arguments: _fully_sharded().FullyShardedPlacement(*arguments),

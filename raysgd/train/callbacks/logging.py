@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
-from raysgd._internal.values import json_dict, numbers_in
+from raysgd._internal.values import numbers_in, to_json_dict
 from raysgd.callbacks.loggers import MLflowRun, absolute_uri, board_class
 from raysgd.train import constants
 from raysgd.train.callbacks.callback import FileCallback
@@ -48,7 +48,7 @@ class JsonLoggerCallback(FileCallback):
             file.write(f"[{','.join(rows)}]".encode())
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        text = json.dumps([json_dict(result, repr) for result in results])
+        text = json.dumps([to_json_dict(result, repr) for result in results])
         with self.log_path.open("rb+") as file:
             end = file.seek(-1, os.SEEK_END)  # overwrite the closing bracket
             file.write(f"{',' if end > 1 else ''}\n{text}]".encode())

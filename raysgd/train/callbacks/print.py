@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from raysgd._internal.values import json_dict
+from raysgd._internal.values import to_json_dict
 from raysgd.train.callbacks.callback import TrainingCallback
 
 __all__ = ["PrintCallback"]
@@ -13,4 +13,4 @@ class PrintCallback(TrainingCallback):
     """Prints the reports of all workers as indented JSON. Other values appear as their repr."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        print(json.dumps([json_dict(result, repr) for result in results], indent=4))
+        print(json.dumps([to_json_dict(result, repr) for result in results], indent=4))

@@ -52,7 +52,7 @@ def prepare_process(
     sets_env: bool, context: WorkerContext, rendezvous: TorchRendezvous | None
 ) -> None:
     """Select the GPU of a worker, and set the environment variables of torchrun if `sets_env`."""
-    if not context.in_driver:
+    if not context.is_in_driver:
         postpone_dynamo()
     if context.gpu_index is not None and torch.cuda.is_available():
         index = context.gpu_index if context.gpu_index < torch.cuda.device_count() else 0

@@ -44,9 +44,9 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
                     world_size=first,
                     rank=rank,
                     seed=seed,
-                    config_batch_size=share,
+                    worker_batch_size=share,
                     layout=StepLayout(full_size),
-                    requested_batch_size=global_batch,
+                    requested_global_batch_size=global_batch,
                 )
             sources[rank].repartition(world_size, rank, share)
             batches = sources[rank].batches(epoch, offset, num_steps)

@@ -368,10 +368,12 @@ class SimMember(WorkerHandle):
         terminated_s = None if began is None else self._world.now - began
         return progress.Progress(
             position=progress.ReportedPosition(global_step=self.step),
-            bar=progress.BarStatus(global_step=self.step),
+            bar=progress.BatchProgress(global_step=self.step),
             measured=progress.Measurements(step_s=self._world.step_s, samples_per_s=self.speed),
             snapshot=progress.SnapshotStatus(self.snapshot_step),
-            held_state=progress.HeldState(is_complete=not self.divided, condition=self.condition),
+            state_status=progress.StateStatus(
+                is_complete=not self.divided, condition=self.condition
+            ),
             process=progress.ProcessStatus(terminated_s=terminated_s),
         )
 
@@ -384,7 +386,7 @@ class SimMember(WorkerHandle):
         self.pause = step
         return self.step
 
-    def _send_snapshot(self, step, num_changes, inbox):
+    def _send_snapshot(self, step, num_invalidations, inbox):
         if self.snapshot_step is None:
             return None
         self._world.kept_by_driver = self.snapshot_step

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.config import BATCH_SIZE, env_seconds, round_batch, worker_config
+from raysgd._internal.config import BATCH_SIZE, env_seconds, round_batch_size, worker_config
 from raysgd.torch.options import EqualBits, TorchOptions
 
 sizes = st.integers(1, 10_000)
@@ -17,12 +17,12 @@ workers = st.integers(1, 64)
 def test_shares_of_a_global_batch_are_equal_and_positive(size, num_workers):
     if size < num_workers:
         with pytest.raises(ValueError, match=f"smaller than num_workers={num_workers}"):
-            round_batch(size, num_workers)
+            round_batch_size(size, num_workers)
         return
     share = worker_config({BATCH_SIZE: size, "lr": 1}, num_workers)[BATCH_SIZE]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rounded = round_batch(size, num_workers)
+        rounded = round_batch_size(size, num_workers)
     assert share >= 1
     assert share * num_workers == rounded
     assert 0 <= size - rounded < num_workers

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.values import jsonable, scalars
+from raysgd._internal.values import scalars, to_jsonable
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ from raysgd._internal.values import jsonable, scalars
     ids=lambda value: type(value).__name__,
 )
 def test_numbers_and_strings_of_any_library_become_python_types(value, plain):
-    found = jsonable({"value": value})["value"]
+    found = to_jsonable({"value": value})["value"]
     assert (found, type(found)) == (plain, type(plain))
     assert scalars({"value": value}) == {"value": plain}
 
 
 def test_not_a_number_is_a_text_in_json_and_a_number_in_metrics():
-    assert jsonable([float("nan"), 10**400, -(10**400)]) == ["nan", "inf", "-inf"]
+    assert to_jsonable([float("nan"), 10**400, -(10**400)]) == ["nan", "inf", "-inf"]
     assert math.isnan(scalars({"loss": float("nan")})["loss"])
 
 
@@ -41,6 +41,6 @@ def test_not_a_number_is_a_text_in_json_and_a_number_in_metrics():
 )
 def test_other_types_are_left_out_of_metrics_and_rejected_by_jsonable(value):
     with pytest.raises(TypeError, match="JSON cannot"):
-        jsonable([value])
+        to_jsonable([value])
     if not isinstance(value, dict):
         assert scalars({"a": value, "b": 1}) == {"b": 1}

@@ -45,8 +45,8 @@ class Spy(Callback):
     def on_epoch_end(self, trainer, metrics):
         self.note("on_epoch_end", metrics["epoch"])
 
-    def on_steps_end(self, trainer, metrics):
-        self.note("on_steps_end", trainer.global_step)
+    def on_partial_epoch_end(self, trainer, metrics):
+        self.note("on_partial_epoch_end", trainer.global_step)
 
     def on_validation_end(self, trainer, metrics):
         self.note("on_validation_end", metrics["num_samples"])

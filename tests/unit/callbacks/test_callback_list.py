@@ -69,7 +69,12 @@ def test_hooks_follow_the_documented_order_for_random_calls(make_trainer, operat
     calls = []
     spies = [Spy("one", calls, pause_every=pause_every), Spy("two", calls)]
     trainer = make_trainer(Recorder, callbacks=spies)
-    expected = {"on_epoch_end": 0, "on_steps_end": 0, "on_validation_end": 0, "on_exception": 0}
+    expected = {
+        "on_epoch_end": 0,
+        "on_partial_epoch_end": 0,
+        "on_validation_end": 0,
+        "on_exception": 0,
+    }
     for operation in operations:
         done = trainer._controller.record.progress.position.epoch
         if operation == "epoch":
@@ -78,7 +83,7 @@ def test_hooks_follow_the_documented_order_for_random_calls(make_trainer, operat
         elif operation == "steps":
             trainer.train(num_steps=3)
             completed = trainer._controller.record.progress.position.epoch > done
-            expected["on_epoch_end" if completed else "on_steps_end"] += 1
+            expected["on_epoch_end" if completed else "on_partial_epoch_end"] += 1
         elif operation == "validate":
             trainer.validate()
             expected["on_validation_end"] += 1

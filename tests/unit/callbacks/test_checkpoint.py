@@ -10,7 +10,7 @@ from raysgd.callbacks import (
     Callback,
     CheckpointCallback,
     EarlyStopping,
-    LearningRateLogger,
+    LearningRateMonitor,
     TorchProfiler,
 )
 from raysgd.checkpoint import CheckpointStore, read_manifest
@@ -93,7 +93,7 @@ def test_run_that_is_interrupted_repeatedly_misses_no_result(
     def run(*more):
         saving = CheckpointCallback(tmp_path, every)
         scores = Scripted([3, 2, 2.5, 2.5, 2.5, 1], hook=hook)
-        others = [LearningRateLogger(), Reading(), EarlyStopping("score")]
+        others = [LearningRateMonitor(), Reading(), EarlyStopping("score")]
         return make_trainer(callbacks=[scores, *others, saving, *more])
 
     for epoch in range(1, 6):

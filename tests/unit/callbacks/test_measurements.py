@@ -13,7 +13,7 @@ from raysgd.callbacks import (
     CheckpointCallback,
     DeviceStats,
     JsonlLogger,
-    LearningRateLogger,
+    LearningRateMonitor,
     ModelSummary,
     TerminateOnNaN,
     TorchProfiler,
@@ -49,7 +49,7 @@ def test_the_learning_rate_at_the_end_of_the_epoch_is_a_metric(make_trainer, tmp
         Recorder,
         {"scheduler": scheduler},
         scheduler_step_freq="epoch",
-        callbacks=[JsonlLogger(), LearningRateLogger()],
+        callbacks=[JsonlLogger(), LearningRateMonitor()],
         logdir=tmp_path,
     )
     assert [trainer.train()["lr"] for _ in range(2)] == [0.005, 0.0025]
@@ -59,20 +59,20 @@ def test_the_learning_rate_at_the_end_of_the_epoch_is_a_metric(make_trainer, tmp
 
 
 def test_every_optimizer_and_every_group_has_a_rate(make_trainer):
-    result = make_trainer(TwoOptimizers, callbacks=[LearningRateLogger()]).train()
+    result = make_trainer(TwoOptimizers, callbacks=[LearningRateMonitor()]).train()
     rates = {name: value for name, value in result.items() if name.startswith("lr")}
     assert rates == {"lr-0": 0.5, "lr-1/group0": 0.25, "lr-1/group1": 2.0}
 
 
 def test_worker_lost_in_the_hook_does_not_end_the_run(make_trainer, monkeypatch, caplog):
-    trainer = make_trainer(callbacks=[LearningRateLogger()])
+    trainer = make_trainer(callbacks=[LearningRateMonitor()])
 
     def lose(function):
         raise WorkerLostError("gone", rank=0)
 
     monkeypatch.setattr(trainer, "apply_all_operators", lose)
     assert "lr" not in trainer.train()
-    assert "LearningRateLogger has no metrics for epoch 1" in caplog.text
+    assert "LearningRateMonitor has no metrics for epoch 1" in caplog.text
 
 
 def test_optimizers_of_keras_have_a_rate_too():
@@ -91,7 +91,7 @@ def test_optimizers_of_keras_have_a_rate_too():
         training_operator_cls=Decaying,
         config={"num_samples": 128, "optimizer": "SGD"},
         use_local=True,
-        callbacks=[LearningRateLogger()],
+        callbacks=[LearningRateMonitor()],
     ) as trainer:
         assert trainer.train()["lr"] == 0.25
 

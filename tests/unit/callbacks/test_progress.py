@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import tqdm.auto
 
-from raysgd._internal.progress import BarStatus
+from raysgd._internal.progress import BatchProgress
 from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks import EarlyStopping, EpochLines, ProgressBar
 from raysgd.callbacks import progress as module
-from raysgd.callbacks.base import LastCall
+from raysgd.callbacks.base import CallInfo
 from raysgd.elastic.events import Event
 from raysgd.elastic.speed import SpeedReport, WorkerSpeed
 
@@ -48,9 +48,9 @@ def terminal(monkeypatch):
 
 
 def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
-    return BarStatus(
+    return BatchProgress(
         num_batches=num_batches,
-        total_batches=total,
+        num_total_batches=total,
         num_samples=num_samples,
         global_step=100 + num_batches if step is None else step,
         latest_metrics={} if loss is None else {"train_loss": loss},
@@ -226,7 +226,7 @@ def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns,
     bar, trainer = EpochLines(), FakeTrainer()
     trainer.num_epochs, trainer.is_fitting = 8, True
     names = ["train_loss", "train_accuracy", "val_loss", "val_accuracy"]
-    bar.on_result(trainer, LastCall("validate", 10.0, 0.01), dict.fromkeys(names, 0.123456))
+    bar.on_result(trainer, CallInfo("validate", 10.0, 0.01), dict.fromkeys(names, 0.123456))
     (line,) = terminal.getvalue().splitlines()
     assert [part.split()[0] for part in line.split("  ")[1:]] == shown
     assert len(line) <= max(columns, 20)
@@ -239,7 +239,7 @@ def test_line_of_an_epoch_says_what_lost_workers_did_not_measure(terminal, lost_
     lines, trainer = EpochLines(), FakeTrainer()
     trainer.num_epochs, trainer.is_fitting = 8, True
     trainer.events = [Event(kind="lost", generation=0, ranks=(1,), time=lost_at)]
-    trainer.last_call = LastCall("train", 110.0, 10.0, epoch_samples=600)
+    trainer.last_call = CallInfo("train", 110.0, 10.0, epoch_samples=600)
     lines.on_epoch_end(trainer, {"train_loss": 1.289, "num_samples": 380})
     lines.on_result(trainer, trainer.last_call, {"train_loss": 1.289, "num_samples": 9})
     assert terminal.getvalue() == f"epoch 1/8  train_loss 1.289{said}  10.0 s\n"
@@ -263,7 +263,7 @@ def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
     trainer.num_epochs, trainer.is_fitting = 8, True
     bar.on_progress(trainer, "train", [])
     losses = {"loss_g": 0.5, "loss_d": 1.5}
-    bar.on_progress(trainer, "train", [BarStatus(num_batches=2, latest_metrics=losses)])
+    bar.on_progress(trainer, "train", [BatchProgress(num_batches=2, latest_metrics=losses)])
     text = terminal.getvalue()
     assert "epoch 2/8" in text
     assert "loss_g=0.5, loss_d=1.5" in text

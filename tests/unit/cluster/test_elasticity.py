@@ -64,7 +64,7 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
 
 def test_the_first_save_asks_all_workers_if_each_has_a_shard(world):
     every_new(world, divided=True)
-    assert not world.drive(3).controller.record.progress.held_state.is_complete
+    assert not world.drive(3).controller.record.progress.state_status.is_complete
 
 
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):

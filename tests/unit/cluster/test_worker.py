@@ -52,7 +52,7 @@ class FakeRunner:
         self.calls.append(("pause", step))
         return self.step
 
-    def acquire_snapshot(self, num_changes=None):
+    def acquire_snapshot(self, num_invalidations=None):
         return {"step": self.step} if self.step else None
 
     def release_snapshot(self, snapshot, seconds):

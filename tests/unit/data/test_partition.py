@@ -134,7 +134,7 @@ def test_steps_are_the_same_samples_with_any_workers(
     """With `more`, the global batch cannot be divided evenly."""
     kept = {"drop_last": drop_last}
     if more:
-        kept["requested_batch_size"] = batch_size * full_size + min(more, full_size - 1)
+        kept["requested_global_batch_size"] = batch_size * full_size + min(more, full_size - 1)
     offset, steps = 0, []
     for workers, num_steps in [*course, (1, None)]:
         shards = shared_group(workers, full_size, total, batch_size, **kept)
@@ -163,7 +163,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
 ):
     """Each sample has the same weight, even if two workers have it."""
     max_rows = -(-max(sizes) // full_size)
-    options = {"requested_batch_size": max(sizes), "may_split": may_split}
+    options = {"requested_global_batch_size": max(sizes), "may_split": may_split}
     shards = {size: shared_group(workers, full_size, size, max_rows, **options) for size in sizes}
     world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].shares
     plans = [

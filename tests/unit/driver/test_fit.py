@@ -618,7 +618,7 @@ def test_fit_continues_within_an_epoch_after_max_steps(make_trainer, caplog):
     assert history.stop_reason == "max_steps=7 is reached"
     assert [entry["num_samples"] for entry in history] == [40, 16]
     assert ["val_loss" in entry for entry in history] == [True, False]
-    assert spy.hooks[2:-1] == ["on_epoch_end", "on_validation_end", "on_steps_end"]
+    assert spy.hooks[2:-1] == ["on_epoch_end", "on_validation_end", "on_partial_epoch_end"]
     with caplog.at_level(logging.WARNING):
         assert trainer.fit(max_steps=7) == []
     assert caplog.messages == ["fit() ends at step 7: max_steps=7 is reached"]

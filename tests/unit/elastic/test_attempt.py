@@ -78,7 +78,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     interrupted = outcome("interrupted", RuntimeError())
     rpc = GroupRpc(SimpleNamespace(group=SimpleNamespace(clock=Clock())), None, 1.0)
     monkeypatch.setattr(rpc, "interrupt", lambda _: futures["b"].set_result(interrupted))
-    rpc.interrupt_failed(attempt)
+    rpc.interrupt_survivors(attempt)
     assert (attempt.lost, attempt.pending) == ({}, {})
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.progress import HeldState, Measurements, Progress, ReportedPosition
+from raysgd._internal.progress import Measurements, Progress, ReportedPosition, StateStatus
 from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker import WorkerLocation
 from raysgd.elastic.config import ElasticConfig
@@ -52,15 +52,19 @@ def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
     assert [c.gpu_index for c in contexts] == [1, 0, 0]
 
 
-CONDITIONS = [HeldState(), HeldState(condition="damaged")]
-STEPS = [Progress(ReportedPosition(0, False, n), held_state=h) for n in (5, 6) for h in CONDITIONS]
+CONDITIONS = [StateStatus(), StateStatus(condition="damaged")]
+STEPS = [
+    Progress(ReportedPosition(0, False, n), state_status=h) for n in (5, 6) for h in CONDITIONS
+]
 
 
 @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=4), st.frozensets(st.integers(0, 3)))
 def test_no_committed_step_is_discarded(progress, leaving):
     leader, staying = choose_leader(dict(enumerate(progress)), leaving)
     steps = [each.position.global_step for each in progress]
-    whole = [step for step, p in zip(steps, progress, strict=True) if p.held_state == HeldState()]
+    whole = [
+        step for step, p in zip(steps, progress, strict=True) if p.state_status == StateStatus()
+    ]
     assert steps[leader] == max(whole or steps)
     assert leader in staying
     assert set(range(len(progress))) - set(staying) <= leaving

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.progress import HeldState, Progress, ReportedPosition, SnapshotStatus
+from raysgd._internal.progress import Progress, ReportedPosition, SnapshotStatus, StateStatus
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerLocation
@@ -30,7 +30,7 @@ class FakeMember:
         self.is_remote = is_remote
         self.asked = []
 
-    def submit_control(self, method, step, num_changes, inbox):
+    def submit_control(self, method, step, num_invalidations, inbox):
         assert method is Worker.send_snapshot
         self.asked.append(Future())
         return self.asked[-1]
@@ -67,7 +67,7 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
 
 
 def divided(step):
-    return at(step)._replace(held_state=HeldState(is_complete=False))
+    return at(step)._replace(state_status=StateStatus(is_complete=False))
 
 
 def test_shards_of_one_step_are_fetched_together():
@@ -130,7 +130,7 @@ class LargeMember(FakeMember):
         super().__init__()
         self.worker, self.sent = Worker(), []
         self.worker.runner = SimpleNamespace(
-            acquire_snapshot=lambda num_changes=None: state,
+            acquire_snapshot=lambda num_invalidations=None: state,
             release_snapshot=lambda state, seconds: self.sent.append(seconds),
         )
         self.thread = ThreadPoolExecutor(1)

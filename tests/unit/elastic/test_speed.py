@@ -19,7 +19,7 @@ def ms(**milliseconds):
     return {name: milliseconds.get(name, 0.0) / 1000 for name in PHASES}
 
 
-def speeds(*rows, hosts="ABCD", loader_workers=0):
+def speeds(*rows, hosts="ABCD", num_loader_workers=0):
     return [
         WorkerSpeed(
             rank=rank,
@@ -27,7 +27,7 @@ def speeds(*rows, hosts="ABCD", loader_workers=0):
             num_steps=100,
             samples_per_s=1.0,
             seconds=ms(**row),
-            loader_workers=loader_workers,
+            num_loader_workers=num_loader_workers,
         )
         for rank, row in enumerate(rows)
     ]
@@ -71,8 +71,8 @@ def test_a_slow_phase_of_all_workers_is_named(row, said):
 
 def test_advice_names_the_loader_or_the_loss():
     row = {**HEALTHY, "data": 80}
-    assert sentence(speeds(row, loader_workers=3)).endswith("raise DataLoader(num_workers=3).")
-    assert "in other processes" in sentence(speeds(row, loader_workers=None))
+    assert sentence(speeds(row, num_loader_workers=3)).endswith("raise DataLoader(num_workers=3).")
+    assert "in other processes" in sentence(speeds(row, num_loader_workers=None))
     assert "all workers" not in sentence(speeds(row))
     assert "look at the loss" in sentence(speeds({**HEALTHY, "other": 80}))
 

@@ -18,7 +18,7 @@ from raysgd import ElasticConfig
 from raysgd._internal.runner import RetrySplitError, WorkerContext
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import TrainRequest
-from raysgd.metrics import merge_workers
+from raysgd.metrics import merge_worker_metrics
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.utils import BATCH_SIZE
@@ -91,7 +91,7 @@ class Worker:
                 elastic=ElasticConfig(**elastic),
             )
         )
-        self.runner.setup(WorkerContext(in_driver=True))
+        self.runner.setup(WorkerContext(is_in_driver=True))
         self.registration = train_state = self.operator._train_state
         train_state.collectives.broadcast = lambda make, rank: copy.deepcopy(
             self.gather(make() if rank == self.rank else None)[rank]
@@ -121,7 +121,7 @@ class Worker:
     def rejoin(self, meeting, rank, size, leader_rank):
         self.meeting, self.rank = meeting, rank
         context = WorkerContext(
-            world_rank=rank, world_size=size, distributed=size > 1, in_driver=True
+            world_rank=rank, world_size=size, distributed=size > 1, is_in_driver=True
         )
         self.runner.rejoin(context, leader_rank)
         self.is_new = False
@@ -290,7 +290,7 @@ def test_a_repeated_sample_counts_once(split):
     """The last step has one sample for three workers."""
     workers = Workers(3, {"num_samples": 25, "num_epochs": 1, "batch_size": 4}, 3)
     request = TrainRequest(call_number=0, until_step=3, min_splits=split)
-    found = merge_workers(workers.each(lambda _, member: member.runner.handle(request)))
+    found = merge_worker_metrics(workers.each(lambda _, member: member.runner.handle(request)))
     assert (found["num_samples"], found["batch_count"]) == (25, 3)
 
 

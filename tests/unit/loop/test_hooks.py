@@ -126,7 +126,7 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
             if len(asked) == 1:  # it could have forgotten the reason afterwards
                 raise ValueError("refused")
 
-    state.features_with["before_commit"].append(SimpleNamespace(before_commit=refuse))
+    state.features_by_hook["before_commit"].append(SimpleNamespace(before_commit=refuse))
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert state.position.global_step == len(asked) == 1
@@ -149,7 +149,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     def fail(batch_info, when):
         if when == "after" and not refused:
             operator.optimizer.step()
-            state.features_with["before_commit"].append(SimpleNamespace(before_commit=refuse))
+            state.features_by_hook["before_commit"].append(SimpleNamespace(before_commit=refuse))
             raise ValueError("bad batch")
 
     operator.fail = fail
@@ -157,7 +157,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
         trainer.train()
     assert (refused != [], called[-1]) == (True, "roll_back 0")
     assert (state.position.global_step, state.update.is_open, operator.trained) == (0, False, [])
-    state.features_with["before_commit"].pop()
+    state.features_by_hook["before_commit"].pop()
     trainer.train()
     assert operator.trained == list(range(24))
 
@@ -173,7 +173,7 @@ class Hesitant(Recorder):
 def test_metrics_of_a_refused_step_count_once(spied):
     trainer, _ = spied(Hesitant, {"num_samples": 24})
     operator = trainer.get_local_operator()
-    operator._train_state.micro_batching.increase_split(2)
+    operator._train_state.micro_batching.increase_num_splits(2)
     result = trainer.train()
     assert operator.requests.count(1) == 3, "two parts, then the whole batch"
     assert (result["num_samples"], result["batch_count"]) == (24, 3)

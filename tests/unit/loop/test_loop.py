@@ -25,7 +25,7 @@ from raysgd.data import Dataset
 from raysgd.loop.requests import TrainRequest
 from raysgd.testing import run_operator
 from raysgd.torch import constants
-from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.features.schedules import LRScheduling
 from tests.unit.recorder import Recorder, Streaming, Unsized, failure, idle
 
 EPOCH = list(range(40))
@@ -473,7 +473,7 @@ def test_only_schedulers_that_take_a_metric_get_it():
     optimizer.step()
     given = SimpleNamespace(schedulers=[linear, chained, plateau, own, needs])
     for metric in (9.0, 8.0):
-        Schedules(given, lambda: None).step_with_metric(metric)
+        LRScheduling(given, lambda: None).step_with_metric(metric)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.75)
     assert plateau.best == 8.0
     assert own.losses == [None, 9.0, 8.0]

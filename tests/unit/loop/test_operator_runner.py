@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig
-from raysgd._internal.progress import HeldState
+from raysgd._internal.progress import StateStatus
 from raysgd._internal.runner import WorkerContext
 from raysgd.data import Dataset
 from raysgd.elastic.call import RestartStateRequest
@@ -119,7 +119,7 @@ def test_warm_up_that_changes_parameters_damages_the_state():
     train_state = runner.operator._train_state
     train_state.set_features([*train_state.features, WarmedUp()])
     runner.warm_up()
-    assert train_state.held_state.condition == "damaged"
+    assert train_state.state_status.condition == "damaged"
 
 
 class Once(Streaming):
@@ -179,7 +179,7 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert [layer.training for layer in other.operator.model] == [False, *[True] * 3]
     other.handle(TrainRequest(call_number=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
-    runner._train_state.placement.held_state = HeldState(is_complete=False)  # only its shard
+    runner._train_state.placement.state_status = StateStatus(is_complete=False)  # only its shard
     assert [runner.restart_state(number) is None for number in (1, 2)] == [False, True]
     runner._train_state.is_damaged = True
     assert runner.restart_state() is None
@@ -220,12 +220,12 @@ def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
     runner = make_runner()
     runner.operator._train_state.settings.context = WorkerContext()
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
-    seen, before = [], runner.progress().snapshot.num_changes
+    seen, before = [], runner.progress().snapshot.num_invalidations
     runner.operator.fail = lambda info, when: seen.append(runner.progress())
     runner.handle(ValidateRequest(call_number=1))
     assert [each.bar.num_samples for each in seen] == [0, 8, 16, 24, 32]
     assert (seen[0].snapshot.step, runner.progress().snapshot.step) == (5, None)
-    assert runner.progress().snapshot.num_changes > before
+    assert runner.progress().snapshot.num_invalidations > before
     runner.operator.fail = lambda info, when: None
     runner.handle(TrainRequest(call_number=2, until_step=6))
     assert runner.progress().snapshot.step == 5

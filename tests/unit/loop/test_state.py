@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raysgd._internal.progress import HeldState
+from raysgd._internal.progress import StateStatus
 from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
@@ -133,7 +133,7 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
     runner.handle(ApplyOperatorRequest(function=change))
     if until_step is not None:
         # the driver fetches this snapshot, even if its step is the same
-        assert runner.progress().snapshot.num_changes == 1
+        assert runner.progress().snapshot.num_invalidations == 1
     state = runner.acquire_snapshot()
     if change is begin_averages:
         assert "averages" in state
@@ -152,7 +152,7 @@ def test_a_snapshot_has_batch_sizes_that_were_changed_between_calls():
     runner = runner_with_snapshots("epoch")
     taken(runner, 6)
     runner.handle(ApplyOperatorRequest(function=halve))
-    assert runner.progress().snapshot.num_changes == 1
+    assert runner.progress().snapshot.num_invalidations == 1
     restarted = runner_with_snapshots("epoch")
     restarted.load_state_dict(runner.acquire_snapshot())
     taken(restarted, 7)
@@ -245,7 +245,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
     state = SimpleNamespace(
         settings=SimpleNamespace(options=SimpleNamespace(elastic=ElasticConfig())),
         context=WorkerContext(world_rank=1, distributed=True),
-        held_state=HeldState(is_complete=False),
+        state_status=StateStatus(is_complete=False),
         placement=StatePlacement(),
         timing=StepTiming(),
         position=SimpleNamespace(epoch=0, global_step=7),

@@ -19,7 +19,7 @@ from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score
 from torchmetrics.wrappers import ClasswiseWrapper, MultioutputWrapper
 
 from raysgd import TrainingOperator
-from raysgd.metrics import merge_workers
+from raysgd.metrics import merge_worker_metrics
 from raysgd.operators import ImageClassifier, WithMetrics
 from raysgd.testing import run_operator
 from tests.operators import Classifier
@@ -90,7 +90,7 @@ def test_parts_give_what_one_pass_gives(name, cuts):
         parts.append(pickle.loads(pickle.dumps(operator.validate(iter(batches)))))
         start = stop
     idle = run_operator(Direct, config).validate(iter([]))
-    found = merge_workers([*parts, idle])
+    found = merge_worker_metrics([*parts, idle])
     expected = whole.compute()
     if isinstance(expected, dict):
         expected = {f"val_it_{key}": value.item() for key, value in expected.items()}
@@ -109,7 +109,7 @@ def test_each_validation_resets_its_metrics_but_keeps_earlier_results():
     again = operator.validate(iter([BINARY]))
     half = operator.validate(iter([tuple(column[:30] for column in BINARY)]))
     assert first["val_BinaryAUROC"] == again["val_BinaryAUROC"] != half["val_BinaryAUROC"]
-    assert merge_workers([first])["val_BinaryAUROC"] == again["val_BinaryAUROC"]
+    assert merge_worker_metrics([first])["val_BinaryAUROC"] == again["val_BinaryAUROC"]
 
 
 def test_a_collection_has_its_prefix():

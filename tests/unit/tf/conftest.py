@@ -20,7 +20,7 @@ def build(monkeypatch):
 
     def make(operator_cls, config=None, seed=3, workers=1, **options):
         options = KerasOptions(seed=seed, **options)
-        settings = KerasSettings(options=options, context=WorkerContext(in_driver=True))
+        settings = KerasSettings(options=options, context=WorkerContext(is_in_driver=True))
         monkeypatch.setattr(train_state, "create_collectives", lambda _: KerasCollectives(workers))
         return build_operator(operator_cls, config or {}, settings)
 

@@ -8,7 +8,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
-from raysgd.metrics import merge_workers  # noqa: E402
+from raysgd.metrics import merge_worker_metrics  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.keras import arrays_of  # noqa: E402
 
@@ -132,7 +132,7 @@ def compared(build, make, data, class_weight=None, operator_cls=Compiled):
     with operator._train_state.evaluating():
         for name, array in arrays_of(operator.model.weights).items():
             np.testing.assert_allclose(array, arrays_of(fitted.weights)[name], atol=1e-5)
-        merged = merge_workers([operator.validate(iter([part])) for part in parts])
+        merged = merge_worker_metrics([operator.validate(iter([part])) for part in parts])
     expected = fitted.evaluate(in_batches(data), return_dict=True, verbose=0)
     for name, value in expected.items():
         assert merged[f"val_{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -184,7 +184,7 @@ def test_losses_and_metrics_of_several_outputs_need_no_compile(build, kind):
     batches = list(in_batches((FEATURES, (BITS, CLASSES))))
     operators = build(Given, config), build(Compiled, {"make": make_compiled})
     operators[0].run(operators[0]._forward, *batches[1], None, True)  # like a step of users
-    found, expected = (merge_workers([each.validate(iter(batches))]) for each in operators)
+    found, expected = (merge_worker_metrics([each.validate(iter(batches))]) for each in operators)
     assert found == pytest.approx(expected, rel=1e-4)
 
 

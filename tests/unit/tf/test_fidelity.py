@@ -69,10 +69,10 @@ def trained(num_workers, size, batch_size, **config):
             training_operator_cls=Watched, config=config, num_workers=num_workers, seed=3
         )
         runners.append(KerasRunner(options))
-        runners[-1].setup(WorkerContext(in_driver=True))
+        runners[-1].setup(WorkerContext(is_in_driver=True))
         train_state = runners[-1].operator._train_state
         train_state.begin_generation(
-            WorkerContext(world_rank=rank, world_size=size, in_driver=True)
+            WorkerContext(world_rank=rank, world_size=size, is_in_driver=True)
         )
         train_state.collectives = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:

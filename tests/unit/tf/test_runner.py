@@ -28,7 +28,7 @@ def make_runner(lr=0.1):
     elastic = ElasticConfig(snapshot_every="epoch")
     options = KerasOptions(training_operator_cls=Digits, config=config, seed=3, elastic=elastic)
     runner = KerasRunner(options)
-    runner.setup(WorkerContext(in_driver=True))
+    runner.setup(WorkerContext(is_in_driver=True))
     runner.operator._train_state.settings.context = WorkerContext()  # takes snapshots
     return runner
 
@@ -106,7 +106,7 @@ def test_a_failed_step_restores_the_first_of_two_updates(first, num_registered, 
         config |= {"first": first, "num_registered": num_registered}
         options = KerasOptions(training_operator_cls=TwoUpdates, config=config, seed=3)
         runners.append(KerasRunner(options))
-        runners[-1].setup(WorkerContext(in_driver=True))
+        runners[-1].setup(WorkerContext(is_in_driver=True))
         runners[-1].operator.train_batch(tuple(part[:32] for part in digits()[0]), {})  # no loop
     undisturbed, failing = runners
     undisturbed.handle(TrainRequest(call_number=0, until_step=4))
@@ -125,7 +125,7 @@ class Halving(Digits):
 def test_a_failed_step_restores_the_learning_rate():
     config = {"shuffle": False, "fail_at": (0, 2)}
     runner = KerasRunner(KerasOptions(training_operator_cls=Halving, config=config, seed=3))
-    runner.setup(WorkerContext(in_driver=True))
+    runner.setup(WorkerContext(is_in_driver=True))
     with pytest.raises(ValueError, match="bad batch"):
         runner.handle(TrainRequest(call_number=0, until_step=4))
     rate = runner.operator.optimizer.learning_rate
@@ -156,12 +156,12 @@ class HalfUpdated(Digits):
 )
 def test_workers_do_not_restart_from_a_state_that_is_half_updated(operator_cls, config):
     runner = KerasRunner(KerasOptions(training_operator_cls=operator_cls, config=config, seed=3))
-    runner.setup(WorkerContext(in_driver=True))
+    runner.setup(WorkerContext(is_in_driver=True))
     runner.handle(TrainRequest(call_number=0, until_step=2))
     assert runner.restart_state() is not None
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
         runner.handle(TrainRequest(call_number=0, until_step=4))
-    assert runner.progress().held_state.condition == "damaged"
+    assert runner.progress().state_status.condition == "damaged"
     assert runner.restart_state() is None
 
 

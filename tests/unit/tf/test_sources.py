@@ -227,9 +227,9 @@ def source(arrays, **arguments):
 
 def test_a_worker_s_share_follows_the_number_of_workers():
     for share, sizes in ((2, [4, 4]), (None, [2, 2, 2, 2])):
-        resized = source(np.arange(16), batch_size=2, config_batch_size=share)
+        resized = source(np.arange(16), batch_size=2, worker_batch_size=share)
         assert len(resized) == 8
-        resized.repartition(2, 1, config_batch_size=4)
+        resized.repartition(2, 1, worker_batch_size=4)
         assert list(map(len, drawn(resized))) == sizes
         assert f"batch size {sizes[0]} on each of 2 workers" in resized.describe()
 

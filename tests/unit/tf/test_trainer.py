@@ -123,7 +123,9 @@ def test_fit_of_creator_functions_ends_at_max_steps_with_metrics(steps, max_step
         assert trainer.global_step == max_steps
         assert all(row["train_loss"] > 0 and row["batch_count"] > 0 for row in history)
         stopping = Callback()
-        stopping.on_epoch_end = stopping.on_steps_end = lambda *_: trainer.request_stop("enough")
+        stopping.on_epoch_end = stopping.on_partial_epoch_end = lambda *_: trainer.request_stop(
+            "enough"
+        )
         trainer.fit(max_steps=max_steps + 9, verbose=False, callbacks=[stopping])
         assert trainer.global_step == max_steps + min(steps, 9)
 

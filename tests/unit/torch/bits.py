@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import EqualBits, TrainingOperator
 from raysgd.loop.requests import PredictRequest, TrainRequest, ValidateRequest
-from raysgd.metrics import merge_workers
+from raysgd.metrics import merge_worker_metrics
 from raysgd.torch.tensors import state_digest
 from raysgd.utils import BATCH_SIZE
 from tests.unit.torch import cases
@@ -218,6 +218,6 @@ CASES = {
 def merged(results):
     """Return the metrics and the predictions of all workers, for comparison."""
     _, trained, validated, _ = map(list, zip(*results, strict=True))
-    metrics, kept = merge_workers(validated), ("val_loss", "val_accuracy", "num_samples")
+    metrics, kept = merge_worker_metrics(validated), ("val_loss", "val_accuracy", "num_samples")
     predictions = sorted((each for r in results for each in r[3]), key=lambda pair: pair[0])
-    return merge_workers(trained), {name: metrics[name] for name in kept}, predictions
+    return merge_worker_metrics(trained), {name: metrics[name] for name in kept}, predictions

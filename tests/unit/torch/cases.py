@@ -73,7 +73,7 @@ class Case:
 def train_and_validate(runner, num_parts=1, shares=None):
     """Train an epoch, with batches in parts, and validate. Return parameters and metrics."""
     if num_parts > 1:
-        runner._train_state.micro_batching.increase_split(num_parts)
+        runner._train_state.micro_batching.increase_num_splits(num_parts)
     trained = runner.handle(TrainRequest(call_number=0, until_epoch=1, shares=shares))
     validated = runner.handle(ValidateRequest(call_number=1))
     parameters = parameters_of(runner)

@@ -245,7 +245,7 @@ class Player:
                 self.store.set(f"{self.prefix}/join", json.dumps([members, self.generation]))
             self.rejoin(members, is_new=False)
             if given.is_lost:
-                assert runner.progress().held_state.condition == "lost"
+                assert runner.progress().state_status.condition == "lost"
                 return None
         # a process that left joins again
         members, self.generation = json.loads(self.store.get(f"{self.prefix}/join"))

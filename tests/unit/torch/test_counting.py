@@ -167,7 +167,7 @@ def test_batch_info_has_the_number_of_samples(make_trainer, batches):
     config = {"collate": time_major, "criterion": squares, "batches": batches}
     trainer = make_trainer(Notes, config)
     trainer.train()
-    trainer.get_local_operator()._train_state.micro_batching.increase_split(2)
+    trainer.get_local_operator()._train_state.micro_batching.increase_num_splits(2)
     trainer.train()
     assert (counts[:3], {*counts[3:]}) == ([4, 4, 2], {None})  # unknown for parts of batches
 
@@ -180,16 +180,16 @@ class Classes(TrainingOperator):
 
 
 OnGpu = type("OnGpu", (torch.Tensor,), {"device": torch.device("cuda")})
-IGNORED = {
+IGNORE_INDEX = {
     "classes": (torch.nn.CrossEntropyLoss(), (23,), -100),
     "pixels": (torch.nn.CrossEntropyLoss(ignore_index=2), (23, 5), 2),
     "no class": (lambda output, target: output.square().mean(), (23,), -1),
 }
 
 
-@pytest.mark.parametrize("kind", IGNORED)
+@pytest.mark.parametrize("kind", IGNORE_INDEX)
 def test_ignored_targets_do_not_count_in_the_accuracy(make_trainer, kind):
-    criterion, shape, ignored = IGNORED[kind]
+    criterion, shape, ignored = IGNORE_INDEX[kind]
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(*shape, 3, generator=generator).double().movedim(-1, 1)
     target = torch.randint(0, 3, shape, generator=generator)

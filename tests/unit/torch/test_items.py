@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
-from raysgd.metrics import Sums, merge_workers, ratio
+from raysgd.metrics import Sums, merge_worker_metrics, ratio
 from tests.conftest import HAS_FULL_SHARDING, needs_full_sharding
 from tests.unit.torch import cases
 from tests.unit.torch.cases import FLOAT16
@@ -218,7 +218,7 @@ def check(case, results):
     parameters, train_loss, val_loss = case.expected()
     found, *metrics = zip(*results, strict=True)
     torch.testing.assert_close([*found], [parameters] * len(found), atol=1e-10, rtol=0)
-    trained, validated = map(merge_workers, metrics)
+    trained, validated = map(merge_worker_metrics, metrics)
     assert trained["num_samples"] == validated["num_samples"] == len(case.targets)
     assert trained["train_loss"] == pytest.approx(train_loss, abs=1e-10, nan_ok=True)
     assert validated["val_loss"] == pytest.approx(val_loss, abs=1e-10, nan_ok=True)

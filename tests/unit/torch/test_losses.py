@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from raysgd import TrainingOperator
 from raysgd.data import Dataset
-from raysgd.metrics import merge_workers
+from raysgd.metrics import merge_worker_metrics
 from tests.conftest import assert_names
 from tests.operators import register_with_sgd
 from tests.unit.torch import cases
@@ -174,7 +174,7 @@ def check(case, results):
     parameters, val_loss = expected(case)
     for found, *_ in results:
         torch.testing.assert_close(found, parameters, atol=1e-12, rtol=0)
-    trained, validated = (merge_workers([each[i] for each in results]) for i in (1, 2))
+    trained, validated = (merge_worker_metrics([each[i] for each in results]) for i in (1, 2))
     assert validated["val_loss"] == pytest.approx(val_loss.item(), abs=1e-12)
     assert trained["num_samples"] == sum(case.sizes())
     assert not any(warnings for *_, warnings in results)

@@ -372,7 +372,7 @@ def test_optimizer_that_needs_a_closure_is_refused_with_the_way(make_trainer):
 def test_loss_of_a_closure_is_the_mean_over_the_items_of_all_workers(monkeypatch, count):
     operator, of_other = run_operator(Classifier), iter([1.0, 0.0])  # its items, and its loss
     exchange = operator._train_state.exchange
-    monkeypatch.setattr(type(exchange), "averaging_size", 2)
+    monkeypatch.setattr(type(exchange), "num_averaging_workers", 2)
     monkeypatch.setattr(exchange, "all_reduce_sum", lambda number: number + next(of_other))
 
     def compute():

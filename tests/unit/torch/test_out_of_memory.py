@@ -16,7 +16,7 @@ from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
-from raysgd.torch.features.micro_batching import num_rows, ran_out_of_memory, rows_of
+from raysgd.torch.features.micro_batching import is_oom_error, num_rows, rows_of
 from tests import operators
 from tests.fidelity import Exact, flat, make_data
 from tests.operators import Classifier, on_gpu, register_with_sgd
@@ -329,13 +329,13 @@ def test_split_on_oom_false_and_other_errors():
             trainer.train()
         assert "not repeated" not in str(vars(caught.value))  # its notes
     of_compiler = torch._dynamo.exc.BackendCompilerFailed(int, MemoryError(), None)
-    assert ran_out_of_memory(of_compiler)
-    assert not ran_out_of_memory(RuntimeError("a mistake"))
+    assert is_oom_error(of_compiler)
+    assert not is_oom_error(RuntimeError("a mistake"))
     for message in (
         "CUDA error: out of memory\nCUDA kernel",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
     ):
-        assert ran_out_of_memory(RuntimeError(message))
+        assert is_oom_error(RuntimeError(message))
     with pytest.raises(TypeError, match="split_on_oom"):
         local(split_on_oom="yes")
 

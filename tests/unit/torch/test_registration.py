@@ -34,11 +34,11 @@ def sgd(*models):
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
-def make_registration(device=CPU, context=None, config_batch_size=None, **options):
+def make_registration(device=CPU, context=None, worker_batch_size=None, **options):
     place = {
         "context": context or WorkerContext(),
         "device": device,
-        "config_batch_size": config_batch_size,
+        "worker_batch_size": worker_batch_size,
     }
     return TorchTrainState(TorchSettings(options=TorchOptions(**options), **place))
 
@@ -115,9 +115,9 @@ def test_data_set_of_a_call_keeps_its_batch_size():
     """A worker that joins later has another batch share when it receives the data set."""
     sizes = []
     for share in (4, 2):
-        train_state = make_registration(config_batch_size=share)
+        train_state = make_registration(worker_batch_size=share)
         source = train_state.data.select_training(Dataset(range(8), batch_size=4))
-        train_state.settings.config_batch_size = 2
+        train_state.settings.worker_batch_size = 2
         train_state.begin_generation(WorkerContext(world_rank=1, world_size=2))
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
@@ -194,7 +194,7 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
         train_state.exchange.use_wrappers(wrappers)
         assert train_state.placement.replicates == follows
-        assert train_state.exchange.averaging_size == 1 + follows
+        assert train_state.exchange.num_averaging_workers == 1 + follows
 
 
 def test_static_graph_with_accumulation_is_an_error(process_group):

@@ -59,7 +59,7 @@ def test_workers_set_their_threads_and_the_driver_keeps_its_own(monkeypatch):
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL))
     runner.prepare(WorkerContext(num_cpus=3))
     runner.prepare(WorkerContext(num_cpus=0.5))
-    runner.prepare(WorkerContext(num_cpus=3, in_driver=True))
+    runner.prepare(WorkerContext(num_cpus=3, is_in_driver=True))
     assert threads == [3, 1]
 
 
@@ -70,12 +70,12 @@ def gpu_runner(monkeypatch, is_available=True):
 
 def test_only_a_single_local_worker_may_lack_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    alone = WorkerContext(in_driver=True)
+    alone = WorkerContext(is_in_driver=True)
     gpu_runner(monkeypatch).prepare(alone)
     assert _choose_device(True, alone) == torch.device("cuda", 3)
     assert _choose_device(True, WorkerContext(gpu_index=1)) == torch.device("cuda", 1)
     for is_available, more in (False, {"gpu_index": 0}), (True, {"world_size": 2}):
-        context = WorkerContext(in_driver=True, **more)
+        context = WorkerContext(is_in_driver=True, **more)
         with pytest.raises(RuntimeError, match=r"must use a GPU.*use_gpu=False"):
             gpu_runner(monkeypatch, is_available).prepare(context)
 
@@ -84,7 +84,7 @@ def test_worker_sees_all_gpus_of_its_node(monkeypatch):
     chosen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    context = WorkerContext(visible_gpus=("2", "5"), gpu_index=1, in_driver=True)
+    context = WorkerContext(visible_gpus=("2", "5"), gpu_index=1, is_in_driver=True)
     gpu_runner(monkeypatch).prepare(context)
     assert (os.environ["CUDA_VISIBLE_DEVICES"], chosen) == ("2,5", [1])
 
@@ -125,7 +125,7 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
 
 
 def test_copy_has_the_marks_and_modes_of_the_leader():
-    runner = make_runner(context=WorkerContext(is_alone=True, in_driver=True))
+    runner = make_runner(context=WorkerContext(is_alone=True, is_in_driver=True))
     runner.operator.model.eval()
     modes = runner._hosted_loop.state_access.module_modes()
     runner.operator.model.train()
@@ -146,7 +146,9 @@ def test_repeated_call_returns_its_metrics_and_no_others():
     with failure(runner.operator, 2, error=ConnectionError):
         runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.progress().position.global_step == 2
-    assert runner.progress().process.blocked_on_driver  # no other worker may wait for it any longer
+    assert (
+        runner.progress().process.is_blocked_on_driver
+    )  # no other worker may wait for it any longer
     again = runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
     assert runner.progress().process.failure_place == "after step 5"
@@ -174,7 +176,7 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
     assert bars == [(0, 0, 0), (1, 8, 1), (2, 16, 2), (3, 24, 3)]
     assert [p.measured.timing.num_samples for p in seen] == [0, 8, 16, 24]
     assert [p.position.in_epoch for p in seen] == [False, True, True, True]
-    assert {p.bar.total_batches for p in seen} == {4}
+    assert {p.bar.num_total_batches for p in seen} == {4}
     assert seen[0].bar.latest_metrics == {}
     assert isinstance(seen[-1].bar.latest_metrics["train_loss"], float)
     done = runner.progress().position
@@ -404,7 +406,7 @@ def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
 
     monkeypatch.setattr(TorchCollectives, "broadcast", broadcast)
     monkeypatch.setattr(TorchCollectives, "all_reduce_min", lambda _, *own: own)
-    make_runner(context=WorkerContext(world_size=2, in_driver=True))
+    make_runner(context=WorkerContext(world_size=2, is_in_driver=True))
     assert "batch size 8" in str(sent)
 
 
@@ -427,7 +429,7 @@ class Staged(Recorder):
 JOIN_LATER = """
 from tests.unit.torch.test_runner import *
 
-alone = WorkerContext(is_alone=rank == 1, in_driver=True)
+alone = WorkerContext(is_alone=rank == 1, is_in_driver=True)
 runner = make_runner(Staged, num_workers=2, context=alone)
 operator = runner.operator
 if rank == 0:
@@ -474,7 +476,7 @@ def test_on_world_change_runs_after_setup_and_in_each_generation():
     runner.handle(TrainRequest(call_number=0, until_step=2))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     assert runner.operator.worlds == [(0, 1, 0), (1, 2, 2)]
-    replacement = make_runner(Following, context=WorkerContext(is_alone=True, in_driver=True))
+    replacement = make_runner(Following, context=WorkerContext(is_alone=True, is_in_driver=True))
     assert replacement.operator.worlds == []
     replacement.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=1)
     assert replacement.operator.worlds == [(1, 2, 0)]
@@ -492,7 +494,7 @@ def test_loader_of_on_world_change_is_used_from_the_next_step(kind):
     runner.handle(TrainRequest(call_number=0, until_step=2))
     assert runner.operator.trained == list(range(8))
     runner.operator._config["register"] = lambda op: Unsized(batches_of(40, 2))
-    runner.rejoin(WorkerContext(in_driver=True, generation=2), leader_rank=0)
+    runner.rejoin(WorkerContext(is_in_driver=True, generation=2), leader_rank=0)
     runner.handle(TrainRequest(call_number=0, until_step=3))
     offset = 2 if kind == "list" else 8  # batches of the list, or samples of the loader
     assert runner.operator.trained[8:] == list(range(2 * offset, 2 * offset + 2))
@@ -564,7 +566,7 @@ def test_workers_use_the_default_dtype_of_the_script(monkeypatch):
     try:
         options = TorchOptions(training_operator_cls=Recorder)
         torch.set_default_dtype(torch.float32)
-        TorchRunner(pickle.loads(pickle.dumps(options))).prepare(WorkerContext(in_driver=False))
+        TorchRunner(pickle.loads(pickle.dumps(options))).prepare(WorkerContext(is_in_driver=False))
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
@@ -574,7 +576,7 @@ def test_only_a_new_worker_takes_the_models_of_another_one_without_replication()
     """Each worker has its own models, also before their first step."""
     follows = []
     for alone in (False, True):
-        context = WorkerContext(is_alone=alone, in_driver=True)
+        context = WorkerContext(is_alone=alone, is_in_driver=True)
         runner = make_runner(context=context, wrap_ddp=False)
         runner._train_state.collectives.broadcast = lambda make, rank: make()
         runner._hosted_loop.state_access.copy_from = lambda leader, is_led: follows.append(is_led)

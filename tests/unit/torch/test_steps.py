@@ -174,7 +174,7 @@ def test_an_update_that_fails_in_its_commit_counts_for_all_or_none(start, hook, 
     trainer = start(updates=2)
     trainer.train(num_steps=2)  # shows that a step makes several updates
     operator, failures = trainer.get_local_operator(), [fail]
-    operator._train_state.features_with[hook].insert(0, operator)
+    operator._train_state.features_by_hook[hook].insert(0, operator)
     setattr(operator, hook, lambda update: failures and failures.pop()())
     with pytest.raises(ValueError, match="in a step"):
         trainer.train(num_steps=1)

@@ -45,10 +45,10 @@ def test_a_function_is_at_most_one_report_ahead(result_queue):
             put.append(n)
 
     thread, _ = in_thread(function)
-    wait_until(lambda: result_queue.blocked_on_driver)
+    wait_until(lambda: result_queue.is_blocked_on_driver)
     assert put == [0]
     assert result_queue.get().metrics == {"n": 0}
-    wait_until(lambda: put == [0, 1] and result_queue.blocked_on_driver)
+    wait_until(lambda: put == [0, 1] and result_queue.is_blocked_on_driver)
     for n in (1, 2, 3):
         assert result_queue.get().metrics == {"n": n}
     thread.join(5)
@@ -83,7 +83,7 @@ def test_a_stop_ends_the_wait_of_a_function(result_queue, has_returned):
     result_queue.put(result(0))
     waits = result_queue.end if has_returned else result_queue.put
     thread, raised = in_thread(lambda: waits(result(1)))
-    wait_until(lambda: result_queue.blocked_on_driver)
+    wait_until(lambda: result_queue.is_blocked_on_driver)
     result_queue.stop()
     thread.join(5)
     assert not thread.is_alive()

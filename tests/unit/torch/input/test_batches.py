@@ -9,7 +9,7 @@ import torch
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
-from raysgd.torch.losses import scores_in
+from raysgd.torch.losses import logits_of
 from tests.operators import register_with_sgd
 
 FEATURES, TARGET = (
@@ -151,7 +151,7 @@ def test_auxiliary_output_that_no_loss_uses_is_an_error(kind):
     operator.validate(iter([(FEATURES, TARGET)]))
     operator.train_mode(True)
     losses = torch.nn.functional.cross_entropy
-    operator.criterion = lambda output, target: losses(scores_in(output), target)
+    operator.criterion = lambda output, target: losses(logits_of(output), target)
     operator.train_batch((FEATURES, TARGET), {})
 
 

@@ -221,8 +221,8 @@ def test_drawing_an_order_restores_the_random_generators(name, monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3, 1000, 65537])
 def test_order_of_many_samples_has_each_once_and_is_random(size):
     with orders.seeding(5):
-        order = orders.HugeOrder(size, replacement=False)
-        other = orders.HugeOrder(size, replacement=False)
+        order = orders.LazyPermutation(size, replacement=False)
+        other = orders.LazyPermutation(size, replacement=False)
     found, after = order[0:size], order[size : 2 * size]
     assert sorted(found) == sorted(after) == list(range(size))
     assert size < 1000 or found != after
@@ -324,8 +324,8 @@ def test_digest_is_that_of_the_order_that_was_drawn():
 
 
 def test_loader_with_the_batch_share_follows_it():
-    follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, config_batch_size=4)
-    other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, config_batch_size=4)
+    follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, worker_batch_size=4)
+    other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, worker_batch_size=4)
     for source in (follows, other):
         source.repartition(1, 0, 8)
     assert (follows.batch_size, other.batch_size) == (8, 5)
@@ -349,7 +349,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
 
 
 def test_smaller_group_keeps_the_batch_size_of_the_full_group():
-    sizes = {"config_batch_size": 10, "layout": StepLayout(4), "requested_batch_size": 20}
+    sizes = {"worker_batch_size": 10, "layout": StepLayout(4), "requested_global_batch_size": 20}
     source = wrap(DataLoader(tensors(), batch_size=10), training=False, world_size=2, **sizes)
     assert source.batch_size == 5
     ready = wrap(DataLoader(Numbers(4), batch_size=None), layout=StepLayout(2))
@@ -359,8 +359,8 @@ def test_smaller_group_keeps_the_batch_size_of_the_full_group():
 @pytest.mark.parametrize("follows", [False, True])
 def test_replacement_adopts_the_batching_of_the_others(follows):
     """It sets up before it knows the group size, so its batch share may differ."""
-    member = wrap(DataLoader(tensors(), batch_size=6), config_batch_size=6 if follows else 3)
-    replacement = wrap(DataLoader(tensors(), batch_size=4), config_batch_size=2 if follows else 4)
+    member = wrap(DataLoader(tensors(), batch_size=6), worker_batch_size=6 if follows else 3)
+    replacement = wrap(DataLoader(tensors(), batch_size=4), worker_batch_size=2 if follows else 4)
     assert member.fingerprint() == replacement.fingerprint()
     for rank, source in enumerate((member, replacement)):
         source.repartition(2, rank, 3)

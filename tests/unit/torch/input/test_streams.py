@@ -647,7 +647,7 @@ def test_order_of_loader_processes_does_not_depend_on_the_number_of_workers():
     whole = None
     for world_size in (1, 2, 4):
         loader = DataLoader(Numbers(50), batch_size=8 // world_size, num_workers=2)
-        arguments = {"config_batch_size": 8 // world_size, "requested_batch_size": 8}
+        arguments = {"worker_batch_size": 8 // world_size, "requested_global_batch_size": 8}
         ranks = [
             wrap(loader, world_size=world_size, rank=rank, **arguments).batches(0, 0)
             for rank in range(world_size)

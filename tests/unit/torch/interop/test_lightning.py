@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import EqualBits, TrainingOperator
 from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import CheckpointCallback
-from raysgd.metrics import merge_workers
+from raysgd.metrics import merge_worker_metrics
 from raysgd.testing import run_operator
 from raysgd.torch.interop.torchmetrics import MergedStates, copy_without_sync
 from raysgd.torch.options import TorchOptions, TorchSettings
@@ -203,7 +203,7 @@ def test_reduce_fx_of_logged_values():
     assert trainer.validate()["val_count"] == 40
     operator = trainer.get_local_operator()
     workers = [operator.train_epoch(iter([batch] * 2)) for batch in loader(20)]
-    merged = merge_workers(pickle.loads(pickle.dumps(workers)))
+    merged = merge_worker_metrics(pickle.loads(pickle.dumps(workers)))
     assert (merged["total"], merged["low"], merged["high"]) == (-8, -5, 1)
 
 
@@ -307,7 +307,7 @@ def test_a_module_logs_metrics_of_torchmetrics_and_uses_its_trainer(capsys):
     operator = trainer.get_local_operator()
     with torch.no_grad():
         workers = [operator.validate(iter([batch])) for batch in loader(20)]
-    merged = merge_workers(pickle.loads(pickle.dumps(workers)))
+    merged = merge_worker_metrics(pickle.loads(pickle.dumps(workers)))
     assert merged["val_mse"] == pytest.approx(found["val_mse"], rel=1e-5)
 
 

@@ -14,7 +14,7 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.data.partition import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.metrics import merge_workers
+from raysgd.metrics import merge_worker_metrics
 from raysgd.torch.input.loader_copies import SeededSamples, with_dataset
 from raysgd.torch.input.sources import MapStyleSource
 from raysgd.torch.options import TorchOptions
@@ -51,7 +51,7 @@ class Normed(TrainingOperator):
 def test_running_statistics_change_by_the_mean_of_all_logical_workers():
     """Kernels of batch normalization do not count the versions of the statistics."""
     runner = Case(num_workers=1, num_logical_workers=2, operator_cls=Normed).make_runner()
-    runner.setup(WorkerContext(in_driver=True))
+    runner.setup(WorkerContext(is_in_driver=True))
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
     norm, plain = runner.operator.model[0], torch.nn.BatchNorm1d(2)
     for parts in torch.arange(32.0).reshape(2, 2, 4, 2):
@@ -196,7 +196,7 @@ def test_operators_that_do_not_fit_are_refused(settings, words):
     )
     runner = TorchRunner(options)
     with pytest.raises((ValueError, RuntimeError)) as caught:  # noqa: PT012
-        runner.setup(WorkerContext(in_driver=True))
+        runner.setup(WorkerContext(is_in_driver=True))
         runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert_names(caught.value, words)
 
@@ -266,7 +266,7 @@ def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
     runner = Case(num_workers=1).make_runner()
     for step in (None, runner.prepare, runner.prepare, lambda context: runner.teardown()):
         if step is not None:
-            step(WorkerContext(in_driver=True, num_cpus=torch.get_num_threads() + 1))
+            step(WorkerContext(is_in_driver=True, num_cpus=torch.get_num_threads() + 1))
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
         found.append((is_deterministic, workspace, torch.get_num_threads()))
@@ -332,7 +332,9 @@ def test_after_a_failure_the_worker_and_its_replacement_have_the_same_bits_and_m
         fails.handle(request)
     resumed.load_state_dict(fails.acquire_snapshot())
     results = [
-        digest([merge_workers([each.handle(request)]), each._hosted_loop.state_access.read()])
+        digest(
+            [merge_worker_metrics([each.handle(request)]), each._hosted_loop.state_access.read()]
+        )
         for each in (fails, resumed, expected)
     ]
     assert len(set(results)) == 1
@@ -340,7 +342,7 @@ def test_after_a_failure_the_worker_and_its_replacement_have_the_same_bits_and_m
 
 def test_state_of_another_number_of_logical_workers_is_refused():
     runner = Case(num_workers=1).make_runner()
-    runner.setup(WorkerContext(in_driver=True))
+    runner.setup(WorkerContext(is_in_driver=True))
     state_access = runner._hosted_loop.state_access
     state = {**state_access.read(), "num_shards": 8}  # the key of saved files
     with pytest.raises(CheckpointError) as caught:

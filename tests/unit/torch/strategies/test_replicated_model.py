@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
 from raysgd._internal.runner import WorkerContext
-from raysgd.torch.modules import only_running_statistics
+from raysgd.torch.modules import has_only_running_statistics
 from raysgd.torch.options import TorchSettings
 from raysgd.torch.strategies import replicated_model
-from raysgd.torch.strategies.replicated_exchange import ReplicatedExchange, WrapperExchange
+from raysgd.torch.strategies.replicated_exchange import DDPExchange, UserDDPExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel
 from raysgd.torch.train_state import TorchTrainState
 
@@ -35,7 +35,7 @@ def test_validation_does_not_communicate(process_group, monkeypatch):
     wrapped(torch.ones(2, 2))
     assert calls
     wrapped = DistributedDataParallel(torch.nn.BatchNorm1d(2))
-    exchange = WrapperExchange(SimpleNamespace(models=[wrapped], accumulation_steps=1))
+    exchange = UserDDPExchange(SimpleNamespace(models=[wrapped], accumulation_steps=1))
     exchange.wrap({}, {})
 
     def validate():
@@ -124,7 +124,7 @@ def test_rebuilt_wrapper_equals_that_of_a_new_worker(process_group):
     replicated_model.rebuild_reducer(wrapped, replicated_model.averaged_parameters(wrapped))
     assert wrapped.require_forward_param_sync
     assert wrapped.require_backward_grad_sync
-    exchange = ReplicatedExchange(SimpleNamespace(models=[wrapped], accumulation_steps=1))
+    exchange = DDPExchange(SimpleNamespace(models=[wrapped], accumulation_steps=1))
     exchange.use_wrappers(())
     wrapped(torch.ones(1, 2)).sum().backward()
     exchange.roll_back(None)
@@ -182,7 +182,7 @@ class Counting(torch.nn.Module):
     ],
 )
 def test_only_running_statistics(layers, expected):
-    assert only_running_statistics(torch.nn.Sequential(*layers)) is expected
+    assert has_only_running_statistics(torch.nn.Sequential(*layers)) is expected
 
 
 # ---- a wrapped model behaves like its module

@@ -7,7 +7,7 @@ import pytest
 from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.elastic.group_rpc import Attempt
-from raysgd.elastic.supervisor import HealthMonitor
+from raysgd.elastic.supervisor import HangDetector
 from tests.unit.cluster.clock import ManualClock
 
 WAITING = 'File "distributed.py", in all_reduce'
@@ -32,7 +32,7 @@ def watched(clock, *members):
     futures = {member: Future() for member in members}
     attempt = Attempt(futures, clock)
     ranks = {member: rank for rank, member in enumerate(members)}
-    return HealthMonitor(attempt, ranks, clock), attempt, futures
+    return HangDetector(attempt, ranks, clock), attempt, futures
 
 
 def test_stacks_are_logged_once_per_standstill(clock, caplog):
@@ -40,7 +40,7 @@ def test_stacks_are_logged_once_per_standstill(clock, caplog):
     monitor, *_ = watched(clock, member)
     for step in range(2):
         for _ in range(4):
-            monitor.log_standstill({member: Progress(ReportedPosition(global_step=step))})
+            monitor.log_hang({member: Progress(ReportedPosition(global_step=step))})
             clock.now += 40
     shown = [record.getMessage() for record in caplog.records]
     assert len(shown) == 2

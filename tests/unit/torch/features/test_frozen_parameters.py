@@ -89,7 +89,7 @@ def test_layer_that_was_trained_before_it_was_frozen_stays(tmp_path, caplog):
 
 def test_layer_that_user_code_changed_stays():
     runner = runner_with_snapshots(4, operator_cls=Tuned)
-    runner.operator._train_state.baseline.are_reproducible = True
+    runner.operator._train_state.frozen_parameters.are_reproducible = True
     runner.handle(TrainRequest(call_number=0, until_step=7))
     runner.operator.model.norm.requires_grad_(True)  # it still is as setup made it
     assert "norm.weight" not in runner.acquire_snapshot()["models"][0]

@@ -48,7 +48,7 @@ _START_INTERVAL_S = 0.01
 
 
 @dataclass(eq=False)
-class GroupFormer:
+class GroupBuilder:
     """Moves workers into new generations."""
 
     record: GroupRecord
@@ -86,7 +86,9 @@ class GroupFormer:
         self._rescue_shards(staying)
         next_members = self.group.sort_by_node([*staying, *joining])
         attempt = self._join(next_members, next_members.index(leader))
-        if any(each.progress.held_state.condition == "lost" for each in attempt.outcomes.values()):
+        if any(
+            each.progress.state_status.condition == "lost" for each in attempt.outcomes.values()
+        ):
             return self._give_up_state("all copies of some shards of the state are lost")
         if attempt.has_failed:
             return self._handle_failed_rejoin(attempt, joining)
@@ -132,7 +134,7 @@ class GroupFormer:
         # Without a snapshot, remote workers start again from `setup`.
         has_other = self.snapshots.receive() or not self.group.options.is_inline
         may_restart = self.policy.keeps_snapshots and not self.record.call.replaces_state
-        return of_leader.held_state.condition == "damaged" and has_other and may_restart
+        return of_leader.state_status.condition == "damaged" and has_other and may_restart
 
     def _rescue_shards(self, staying: Sequence[WorkerHandle]) -> None:
         """Copy shards of the workers that leave to one that stays, if there may be no others."""
@@ -337,7 +339,7 @@ class GroupFormer:
         if is_late or attempt.has_failed:
             if self.backend is not None:
                 self.backend.close()  # wakes workers that still wait for each other
-            self.rpc.interrupt_failed(attempt)
+            self.rpc.interrupt_survivors(attempt)
         if is_late:
             raise WorkerTimeoutError(
                 f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."

@@ -16,7 +16,7 @@ FROZEN_KEY = "frozen"
 """Entry of a state that lacks parameters: their digests by name, for each model."""
 
 
-class SetupBaseline(UpdateFeature):
+class FrozenParameters(UpdateFeature):
     """The parameters of the models that are frozen at the end of ``setup``.
 
     Models without other parameters keep their train or eval modes from ``register``.
