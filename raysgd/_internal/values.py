@@ -70,7 +70,7 @@ def to_jsonable(value: Any, keep_nan: bool = False) -> Any:
 
     Numbers that are not finite become strings, unless `keep_nan`.
 
-    >>> jsonable({"a": (1, float("nan")), "b": -float("inf")})
+    >>> to_jsonable({"a": (1, float("nan")), "b": -float("inf")})
     {'a': [1, 'nan'], 'b': '-inf'}
     """
     if value is None or isinstance(value, bool):

@@ -39,9 +39,13 @@ class BadStepFilter(UpdateFeature):
                 f"{len(train_state.optimizers)}. An update of the first one could not be undone."
             )
         self._train_state, self._options = train_state, options
+        self._num_averaging_workers = 1  # of the exchange; to find it takes many calls
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
+
+    def begin_call(self, logs_steps: bool) -> None:
+        self._num_averaging_workers = self._train_state.exchange.num_averaging_workers
 
     def begin_update(self, update: Update) -> None:
         self._loss_term, self._loss = 0.0, None
@@ -67,7 +71,7 @@ class BadStepFilter(UpdateFeature):
                 "step could not be undone. Add up the losses, and step once."
             )
         norm = float(exchange.norm(precision.parameters(optimizer))[1])
-        loss = exchange.all_reduce_sum(float(self._loss_term)) / exchange.num_averaging_workers
+        loss = exchange.all_reduce_sum(float(self._loss_term)) / self._num_averaging_workers
         loss *= exchange.gradient_factor
         usual, kind = statistics.median(self._losses or [math.inf]), _GOOD
         if not math.isfinite(loss + norm):
