@@ -319,16 +319,6 @@ def test_a_model_is_compiled_before_register_takes_its_objects(given):
     TFTrainer(training_operator_cls=Late, config={}, use_local=True).shutdown()
 
 
-def test_batch_idx_counts_in_the_call_across_pauses():
-    class Indexed(Digits):
-        def train_batch(self, batch, batch_info):
-            return {**super().train_batch(batch, batch_info), "index": batch_info["batch_idx"]}
-
-    with TFTrainer(training_operator_cls=Indexed, config={}, use_local=True) as trainer:
-        (row,) = trainer.fit(max_steps=4, verbose=False, log_every=2)
-    assert row["index"] == 1.5  # the mean of 0 to 3
-
-
 class ValidatesFirst(Digits):
     """Validates within an epoch. Then the epoch fails."""
 
