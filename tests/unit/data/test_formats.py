@@ -179,15 +179,15 @@ def test_error_of_the_cache_names_the_file_and_the_argument(tmp_path, monkeypatc
         text(tmp_path / name, cache_dir=tmp_path / "cache")
 
 
-@pytest.mark.parametrize("value", ["", "relative"])
-def test_cache_of_the_user_is_below_home_without_a_folder_in_the_environment(
+@pytest.mark.parametrize("value", ["", "relative", "{}/home/.cache"])
+def test_cache_of_the_user_is_below_home_or_in_the_folder_of_the_environment(
     tmp_path, monkeypatch, value
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", value)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", value.format(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / ("elsewhere" if "{}" in value else "home")))
     (tmp_path / "data").write_text("1\n")
     text(tmp_path / "data")
-    assert list((tmp_path / "home/.cache/raysgd").iterdir())
+    assert [path.suffix for path in (tmp_path / "home/.cache/raysgd").iterdir()] == [".npy"]
 
 
 # ---- errors
@@ -346,7 +346,7 @@ def test_remote_file_is_opened_once_and_again_after_an_error(tmp_path, monkeypat
         with Counting("mine").open(f"/{name}", "wb") as file:
             file.write(change(b"0\n1\n2\n"))
         Counting.opened, Counting.num_failures = 0, 1
-        records = text(f"counting:///{name}", cache_dir=tmp_path, token="mine")
+        records = text(f"counting:///?{name[1:]}", cache_dir=tmp_path, token="mine")
         assert records.paths == [f"counting:///{name}"]
         assert [records.read([number]) for number in range(3)] == [["0"], ["1"], ["2"]]
         assert Counting.opened == 2  # and once after the error
@@ -355,6 +355,9 @@ def test_remote_file_is_opened_once_and_again_after_an_error(tmp_path, monkeypat
     Counting.opened, Counting.num_failures, Counting.is_short = 0, 2, True
     assert records.read([1]) == ["1"]
     assert Counting.opened == 2
+    Counting.num_failures, Counting.is_short = 4, False
+    with pytest.raises(ServiceError):
+        records.read([2])
 
 
 @pytest.fixture
@@ -405,7 +408,7 @@ def test_error_of_a_server_is_named(tmp_path, monkeypatch, server, status, error
     server.status = [status] * 20
     with pytest.raises(error, match=rf"data\.gz(.*{status})?") as raised:
         text(server.url, cache_dir=tmp_path)
-    assert len(waits) == num_waits
+    assert waits == pytest.approx([0.4, 1.6, 6.4][:num_waits])
     assert str(status) in f"{raised.value} {raised.value.__cause__!r}"
 
 

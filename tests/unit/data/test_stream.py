@@ -1,6 +1,5 @@
 """Streams of files: numbers, formats, orders, mixes, and errors."""
 
-import collections
 import datetime
 import io
 import itertools
@@ -10,7 +9,6 @@ import os
 import pickle
 import random
 import tarfile
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.data import Stream, jsonl, mix, parquet, tar, text
-from raysgd.data import records as module
 from raysgd.data.records import RecordError
 from raysgd.data.stream import SampleKeys, check_files, file_stamps
 from raysgd.errors import CheckpointError
@@ -164,46 +161,6 @@ def test_random_changes_depend_on_the_number_of_the_sample(make):
     assert len({value for _, value in whole}) == 100
     stream.set_epoch(1)
     assert not {value for _, value in stream} & {value for _, value in whole}
-
-
-# ---- compressed and remote files
-
-
-@pytest.fixture
-def flaky(tmp_path):
-    """Register a file system whose reads fail now and then."""
-    import fsspec
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    class Flaky(MemoryFileSystem):
-        protocol = "flaky"
-        failures: ClassVar = collections.deque()
-
-        @classmethod
-        def _strip_protocol(cls, path):
-            return super()._strip_protocol(path.removeprefix("flaky://"))
-
-        def _open(self, path, mode="rb", **options):
-            if self.failures and mode == "rb":
-                raise self.failures.popleft()
-            return super()._open(path, mode)
-
-    fsspec.register_implementation("flaky", Flaky, clobber=True)
-    return Flaky
-
-
-def test_remote_files_are_read_again_after_errors(tmp_path, flaky, monkeypatch):
-    waits = []
-    monkeypatch.setattr(module.time, "sleep", waits.append)
-    with flaky().open("/data/a.txt", "wb") as file:
-        file.write(b"0\n1\n2\n")
-    flaky.failures.extend([TimeoutError(), ConnectionResetError()])
-    records = text("flaky:///data/*.txt", cache_dir=tmp_path)
-    assert waits == [0.4, 1.6]
-    assert records.read([2, 0]) == ["2", "0"]
-    flaky.failures.extend([TimeoutError("slow")] * 4)
-    with pytest.raises(TimeoutError, match="slow"):
-        pickle.loads(pickle.dumps(records)).read([1])
 
 
 # ---- wrong files and records
@@ -437,13 +394,6 @@ def test_order_of_a_mix_depends_on_seed_and_epoch(tmp_path):
     ]
     with pytest.raises(CheckpointError, match=rf"within an epoch: {tmp_path / 'b'}\."):
         check_files(mix(later, [2, 1]), saved)
-
-
-def test_cache_folder_is_that_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    write_text(tmp_path / "data.txt", range(3))
-    text(tmp_path / "data.txt")
-    assert [path.suffix for path in (tmp_path / "home" / "raysgd").iterdir()] == [".npy"]
 
 
 def test_forked_process_opens_files_again(make):
