@@ -8,6 +8,7 @@
 the packages that some of them need.
 """
 
+from raysgd._internal.progress import BatchProgress as BatchProgress
 from raysgd.callbacks.averaging import EMA as EMA
 from raysgd.callbacks.averaging import SWA as SWA
 from raysgd.callbacks.base import Callback as Callback
@@ -20,11 +21,11 @@ from raysgd.callbacks.loggers import JsonlLogger as JsonlLogger
 from raysgd.callbacks.loggers import MLflowLogger as MLflowLogger
 from raysgd.callbacks.loggers import TensorBoardLogger as TensorBoardLogger
 from raysgd.callbacks.loggers import WandbLogger as WandbLogger
-from raysgd.callbacks.measurements import DeviceStats as DeviceStats
+from raysgd.callbacks.measurements import DeviceStatsMonitor as DeviceStatsMonitor
 from raysgd.callbacks.measurements import LearningRateMonitor as LearningRateMonitor
 from raysgd.callbacks.measurements import ModelSummary as ModelSummary
 from raysgd.callbacks.measurements import TorchProfiler as TorchProfiler
-from raysgd.callbacks.progress import EpochLines as EpochLines
+from raysgd.callbacks.progress import EpochPrinter as EpochPrinter
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
 from raysgd.callbacks.report import RunReport as RunReport
 from raysgd.callbacks.stopping import EarlyStopping as EarlyStopping

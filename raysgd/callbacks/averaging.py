@@ -3,7 +3,7 @@
 from typing import Any
 
 from raysgd._internal.arguments import as_int, is_number
-from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.base import AnyTrainer, Callback
 
 
 class _WeightAveraging(Callback):
@@ -17,7 +17,7 @@ class _WeightAveraging(Callback):
     _decay: float | None = None
     _start_epoch = 1
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: AnyTrainer) -> None:
         name, arguments = type(self).__name__, (self._decay, self._start_epoch)
 
         def begin(operator: Any) -> None:  # runs on the workers, which do not get the callback

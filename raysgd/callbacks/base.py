@@ -12,7 +12,7 @@ from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 COUNTS, _MAX_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
-Trainer = Any
+AnyTrainer = Any
 """An `OperatorTrainer`, whose module imports this one. Users may annotate a `TorchTrainer`."""
 
 
@@ -44,7 +44,7 @@ class Callback:
             on_pause                       at the steps that next_pause returned
             on_epoch_end or on_partial_epoch_end   once for each train()
             on_validation_end              once for each validate()
-            on_result                      once for each epoch of fit(), after its validation
+            on_epoch_result                once for each epoch of fit(), after its validation
             on_event                       at each event of the group of workers
             on_exception                   when train(), validate() or fit() raises
         on_train_end
@@ -56,8 +56,8 @@ class Callback:
     :class:`raysgd.errors.CallbackError` that names the callback and the hook.
     """
 
-    stage: ClassVar[int] = 0
-    """Order of the hooks: lower stages come first, except in `on_train_start`. Callbacks that add
+    order: ClassVar[int] = 0
+    """Order of the hooks: lower numbers come first, except in `on_train_start`. Callbacks that add
     metrics have -1, callbacks that save have 1."""
     needs_logdir: bool = False
     """Whether the trainer must have a ``logdir``."""
@@ -69,35 +69,35 @@ class Callback:
     stops_at_nan: bool = False
     """Whether ``train()`` ends in a step whose loss is not finite, and logs no warning."""
 
-    def folder_in(self, logdir: Path | None) -> Location | None:
+    def save_location(self, logdir: Path | None) -> Location | None:
         """Return the folder of a trainer in which only this callback may save, or None."""
         return None
 
     def _forget_run(self) -> None:
         """Forget the earlier run, because a loaded state or a new trainer has nothing of it."""
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: AnyTrainer) -> None:
         """Handle the start of ``fit()``, or else of the first ``train()`` or ``validate()``."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: AnyTrainer) -> None:
         """Handle the end of the ``fit()`` that started the callback, or the end of the trainer."""
 
-    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``train()`` that completed an epoch.
 
         Later callbacks and the caller see metrics that you add to `metrics`.
         """
 
-    def on_partial_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_partial_epoch_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``train()`` that ended within an epoch.
 
         In ``fit()``, only ``max_steps`` ends an epoch early.
         """
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``validate()``."""
 
-    def on_result(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def on_epoch_result(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         """Handle the result of an epoch: of training and, if ``fit()`` validates it, of both.
 
         Outside of ``fit()``, each ``train()`` that completes an epoch has a result, and the first
@@ -109,7 +109,7 @@ class Callback:
             metrics: of both. A metric that validations have is never that of training.
         """
 
-    def on_log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def on_log(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         """Handle the metrics of the steps since the last call of this hook in the epoch.
 
         The workers continue to train, so this comes up to about a second late. You cannot call
@@ -121,27 +121,29 @@ class Callback:
             metrics: the same metrics as from ``train()``, for these steps.
         """
 
-    def on_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: AnyTrainer, event: Event) -> None:
         """Handle an event, once, during a call. Workers may be waiting, so be quick.
 
         You cannot call the workers here, for example by ``save`` or ``train``. Do that in the next
         `on_epoch_end`. The next start brings the events since the last end.
         """
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, error: BaseException) -> None:
         """Handle an exception of ``train()``, ``validate()`` or ``fit()``, including Ctrl-C."""
 
     def next_pause(self, global_step: int) -> int | None:
         """Return the step above `global_step` at which to call `on_pause` next; None for never."""
         return None
 
-    def on_pause(self, trainer: Trainer) -> None:
+    def on_pause(self, trainer: AnyTrainer) -> None:
         """Handle a pause of all workers within an epoch, at the step that `next_pause` returned.
 
         You can read and save the state. ``train``, ``validate`` and ``load_state_dict`` raise.
         """
 
-    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BatchProgress]) -> None:
+    def on_progress(
+        self, trainer: AnyTrainer, kind: str, progress: Sequence[BatchProgress]
+    ) -> None:
         """Handle the progress of workers, several times per second during a call.
 
         Args:
@@ -165,19 +167,19 @@ class Callback:
 class LoggerCallback(Callback):
     """Writes the result of each call. Override `log`, and hooks such as `on_event`."""
 
-    def log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
 
-    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         self.log(trainer, trainer.last_call, metrics)
 
     on_partial_epoch_end = on_validation_end = on_epoch_end
 
-    def on_log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def on_log(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         self.log(trainer, call, metrics)
 
 
-def logdir_of(trainer: Trainer) -> Path:
+def logdir_of(trainer: AnyTrainer) -> Path:
     """Return the run folder of a trainer that has one, because of `needs_logdir`."""
     folder: Path = trainer.logdir
     folder.mkdir(parents=True, exist_ok=True)

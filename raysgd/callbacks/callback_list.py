@@ -14,7 +14,7 @@ from typing import Any
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.paths import as_path, without_secrets
 from raysgd._internal.progress import BatchProgress
-from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.base import AnyTrainer, Callback
 from raysgd.callbacks.loggers import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.report import RunReport
@@ -46,7 +46,7 @@ class CallbackList:
     Errors of callbacks are logged. The first one is raised at the end of the trainer's call.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, trainer: AnyTrainer, callbacks: Sequence[Callback] = ()) -> None:
         # A strong reference would keep a dropped trainer and its workers alive.
         self._trainer = weakref.ref(trainer)
         self._entries: list[_AttachedCallback] = []
@@ -66,7 +66,7 @@ class CallbackList:
         return (entry.callback for entry in self._entries)
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> AnyTrainer:
         return self._trainer()
 
     # ---- start and end
@@ -80,7 +80,7 @@ class CallbackList:
             key = type(callback).__name__ + (f"-{number}" if number > 1 else "")
             entries.append(_AttachedCallback(callback, key, num_events))
         added = entries[len(self._entries) :]
-        self._entries = sorted(entries, key=lambda entry: entry.callback.stage)
+        self._entries = sorted(entries, key=lambda entry: entry.callback.order)
         return added
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class CallbackList:
     def _start(self) -> None:
         # Callbacks that save come first, because they may load a state.
         new = [entry for entry in self._entries if not entry.is_started]
-        for entry in sorted(new, key=lambda entry: -entry.callback.stage):
+        for entry in sorted(new, key=lambda entry: -entry.callback.order):
             entry.is_started = self._call_hook_of(entry, "on_train_start")
         self.notify_events()
 
@@ -133,7 +133,7 @@ class CallbackList:
         """
         with contextlib.ExitStack() as ending:
             for callback in () if self._depth else self:
-                if (location := callback.folder_in(self.trainer.logdir)) is not None:
+                if (location := callback.save_location(self.trainer.logdir)) is not None:
                     folder = os.path.realpath(location.name)
                     if _FOLDER_OWNERS.setdefault(folder, self) is not self:
                         raise ValueError(_SHARED.format("Two trainers", folder))
@@ -328,7 +328,7 @@ def as_callbacks(
                 f"{type(callback).__name__} needs a folder. Pass a folder for the run to the "
                 "trainer: logdir='runs/1'."
             )
-    found = [each.folder_in(logdir) for each in (*attached, *checked)]
+    found = [each.save_location(logdir) for each in (*attached, *checked)]
     folders = [folder for folder in found if folder is not None]
     if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
         raise ValueError(_SHARED.format(f"{caller}: two CheckpointCallbacks", folders[-1].label))

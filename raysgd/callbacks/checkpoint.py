@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from raysgd._internal.arguments import check_flags, resolve_mode
 from raysgd._internal.values import missing_metric
-from raysgd.callbacks.base import Callback, CallInfo, Trainer
+from raysgd.callbacks.base import AnyTrainer, Callback, CallInfo
 from raysgd.checkpoint import CheckpointStore
 from raysgd.checkpoint.file import NonFiniteError
 from raysgd.checkpoint.location import Location
@@ -50,7 +50,7 @@ class CheckpointCallback(Callback):
         ValueError: if an argument has a value that is not allowed.
     """
 
-    stage: ClassVar[int] = 1  # run after callbacks that change the state, but start before them
+    order: ClassVar[int] = 1  # run after callbacks that change the state, but start before them
     saves_state: bool = True
 
     def __init__(
@@ -100,13 +100,13 @@ class CheckpointCallback(Callback):
         self._wait()
         return None if self._store is None else self._store.best
 
-    def folder_in(self, logdir: Path | None) -> Location:
+    def save_location(self, logdir: Path | None) -> Location:
         """Return the folder of the checkpoints of a trainer with this `logdir`."""
         return Location(self._folder or Path(logdir or ".", "checkpoints"))
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: AnyTrainer) -> None:
         self._is_rated = False
-        folder = self.folder_in(trainer.logdir)
+        folder = self.save_location(trainer.logdir)
         self._store = self._new_store(folder.name, job=self._job or trainer.operator_name)
         self._saved_at = trainer.global_step
         if self._resume and not trainer.has_trained:
@@ -114,7 +114,7 @@ class CheckpointCallback(Callback):
         if self.restored_from is None:
             folder.make_folder()  # an error before training, not at the first save
 
-    def _restore(self, trainer: Trainer, store: CheckpointStore) -> None:
+    def _restore(self, trainer: AnyTrainer, store: CheckpointStore) -> None:
         self._newest = self.restored_from = None  # forget the run of another trainer
         if (restored := store.restore()) is None:
             return
@@ -137,14 +137,14 @@ class CheckpointCallback(Callback):
         self._saved_at = min(self._saved_at, global_step)  # an earlier state was loaded
         return None if self._every == "epoch" else (global_step // self._every + 1) * self._every
 
-    def on_pause(self, trainer: Trainer) -> None:
+    def on_pause(self, trainer: AnyTrainer) -> None:
         self._save(trainer, {})
 
-    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         if self.monitor is None and self._every == "epoch" and not trainer.is_epoch_result_due:
             self._save(trainer, metrics)  # before the validation, which may take long
 
-    def on_result(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def on_epoch_result(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         if self.monitor is None:
             if self._every == "epoch" and call.kind == "train":
                 self._save(trainer, metrics)
@@ -157,7 +157,7 @@ class CheckpointCallback(Callback):
         elif not (trainer.is_fitting or self._is_rated):  # in a loop, keep the newest
             self._save(trainer, metrics)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, error: BaseException) -> None:
         # After other errors of raysgd, reading the state could wait for workers that never answer.
         may_answer = BadStepsError | CallbackError | RemoteError
         if isinstance(error, RaySGDError) and not isinstance(error, may_answer):
@@ -168,7 +168,7 @@ class CheckpointCallback(Callback):
             if self._newest is not None and self._resume:
                 error.add_note(f"If you start the script again, it resumes from {self._newest}.")
 
-    def _save_unsaved(self, trainer: Trainer) -> None:
+    def _save_unsaved(self, trainer: AnyTrainer) -> None:
         """Save the steps since the last save, if any, and wait until the checkpoint is written."""
         if trainer.global_step > self._saved_at:
             self._save(trainer, {})
@@ -183,7 +183,7 @@ class CheckpointCallback(Callback):
             write, self._pending_write = self._pending_write, None
             write.result()
 
-    def _save(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def _save(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         assert self._store is not None
         self._wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:

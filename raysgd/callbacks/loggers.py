@@ -21,7 +21,7 @@ from raysgd._internal.imports import import_extra
 from raysgd._internal.step_timing import PHASES
 from raysgd._internal.values import numbers_in, redact_config, scalars, to_json_dict
 from raysgd._internal.versions import versions
-from raysgd.callbacks.base import CallInfo, LoggerCallback, Trainer, logdir_of
+from raysgd.callbacks.base import AnyTrainer, CallInfo, LoggerCallback, logdir_of
 from raysgd.elastic.events import Event
 from raysgd.metrics import NUM_SAMPLES
 
@@ -51,7 +51,7 @@ class JsonlLogger(LoggerCallback):
 
     needs_logdir = True
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: AnyTrainer) -> None:
         run = {
             "kind": "run",
             "time": time.time(),
@@ -67,13 +67,13 @@ class JsonlLogger(LoggerCallback):
         }
         append_lines(logdir_of(trainer) / "metrics.jsonl", [run])
 
-    def log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         line = {**_common_fields(trainer, call), "metrics": scalars(metrics)}
         if call.speed:
             line["speed"] = call.speed
         append_lines(logdir_of(trainer) / "metrics.jsonl", [line])
 
-    def on_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: AnyTrainer, event: Event) -> None:
         append_lines(logdir_of(trainer) / "events.jsonl", [dataclasses.asdict(event)])
 
 
@@ -87,7 +87,7 @@ class CsvLogger(LoggerCallback):
 
     needs_logdir = True
 
-    def log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         path, record = logdir_of(trainer) / "metrics.csv", _common_fields(trainer, call)
         complete_last_line(path)
         row = {**record, **scalars(metrics), **record}  # keep the record's order and values
@@ -109,7 +109,7 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
             writer.writerows(csv.DictReader(old))  # a row may be cut off or too long
 
 
-def _common_fields(trainer: Trainer, call: CallInfo) -> dict[str, Any]:
+def _common_fields(trainer: AnyTrainer, call: CallInfo) -> dict[str, Any]:
     """Return the fields that a log has for each call, in addition to the metrics."""
     record = {
         "kind": call.kind,
@@ -132,7 +132,7 @@ class ServiceLogger(LoggerCallback):
     _run: Any = None
     _failed = False
 
-    def _open(self, trainer: Trainer) -> Any:
+    def _open(self, trainer: AnyTrainer) -> Any:
         """Start a run, or continue the run `run_id`. Set `run_id`.
 
         Return an object with ``log(values, step, time_s)`` and ``end(failed)``. The time is in
@@ -143,14 +143,14 @@ class ServiceLogger(LoggerCallback):
     def _forget_run(self) -> None:
         ServiceLogger.load_state_dict(self, {})  # a subclass may need its own keys
 
-    def _open_once(self, trainer: Trainer) -> Any:
+    def _open_once(self, trainer: AnyTrainer) -> Any:
         """Return the run. The first record opens it, because loading a state can set `run_id`."""
         if self._run is None:
             self._failed = False
             self._run = self._open(trainer)
         return self._run
 
-    def log(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def log(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         self._failed = False  # training has continued after an exception
         numbers = numbers_in(metrics)
         values = {f"{call.kind}/{name}": value for name, value in numbers.items()}
@@ -161,14 +161,14 @@ class ServiceLogger(LoggerCallback):
         values["workers/num_workers"] = trainer.num_workers
         self._open_once(trainer).log(values, trainer.global_step, call.time)
 
-    def on_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: AnyTrainer, event: Event) -> None:
         values = {"workers/num_workers": event.num_workers}
         self._open_once(trainer).log(values, event.step, event.time)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, error: BaseException) -> None:
         self._failed = True
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: AnyTrainer) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.end(self._failed)
@@ -197,10 +197,10 @@ class TensorBoardLogger(ServiceLogger):
     def __init__(self) -> None:
         self._new_board = board_class("TensorBoardLogger")
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: AnyTrainer) -> None:
         self._open_once(trainer)
 
-    def _open(self, trainer: Trainer) -> Any:
+    def _open(self, trainer: AnyTrainer) -> Any:
         folder = logdir_of(trainer) / "tensorboard"
         # Hide later steps, which were trained after the checkpoint.
         board = self._new_board(str(folder), purge_step=trainer.global_step + 1)
@@ -208,7 +208,7 @@ class TensorBoardLogger(ServiceLogger):
         board.add_text("config", f"```json\n{shown}\n```")
         return board
 
-    def on_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: AnyTrainer, event: Event) -> None:
         ranks = ", ".join(map(str, event.ranks)) or "none"
         text = f"**{event.kind}**: ranks {ranks}; {event.num_workers} workers\n\n{event.cause}"
         self._run.add_text(f"events/{event.kind}", text, event.step, walltime=event.time)
@@ -264,7 +264,7 @@ class MLflowLogger(ServiceLogger):
         self._names: dict[str, Any] = {"experiment": experiment, "run_name": run_name}
         self._tags = dict(tags or {})
 
-    def _open(self, trainer: Trainer) -> MLflowRun:
+    def _open(self, trainer: AnyTrainer) -> MLflowRun:
         is_new = self.run_id is None
         tags = {name: str(value)[:_MAX_VALUE_LENGTH] for name, value in trainer.provenance.items()}
         run = MLflowRun(self._uri, run_id=self.run_id, tags=tags | self._tags, **self._names)
@@ -366,11 +366,11 @@ class WandbLogger(ServiceLogger):
         self._arguments = {"project": project, **arguments}
         self.run_id = self._chosen_id = arguments.get("id")
 
-    def on_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: AnyTrainer, event: Event) -> None:
         values = {"event": event.kind, "workers/num_workers": event.num_workers}
         self._open_once(trainer).log(values, event.step, event.time)
 
-    def _open(self, trainer: Trainer) -> Any:
+    def _open(self, trainer: AnyTrainer) -> Any:
         import wandb
 
         arguments = {

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import psutil
 
 from raysgd._internal.arguments import as_int
-from raysgd.callbacks.base import Callback, Trainer, logdir_of
+from raysgd.callbacks.base import AnyTrainer, Callback, logdir_of
 from raysgd.errors import WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -27,13 +27,13 @@ _profilers: list[Any] = []
 
 
 class _MeasuringCallback(Callback):
-    stage: ClassVar[int] = -1  # run before the loggers
+    order: ClassVar[int] = -1  # run before the loggers
 
-    def measure(self, trainer: Trainer) -> dict[str, float]:
+    def measure(self, trainer: AnyTrainer) -> dict[str, float]:
         """Return the metrics to add."""
         raise NotImplementedError
 
-    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         try:
             metrics.update(self.measure(trainer))
         except WorkerLostError as error:  # the next call repairs the group
@@ -43,7 +43,7 @@ class _MeasuringCallback(Callback):
     on_partial_epoch_end = on_epoch_end
 
 
-class DeviceStats(_MeasuringCallback):
+class DeviceStatsMonitor(_MeasuringCallback):
     """Adds the resource use of the workers' processes to the metrics of training.
 
     ``memory_mib`` is the largest resident memory of a worker. ``cpu_percent`` is the mean CPU use
@@ -51,7 +51,7 @@ class DeviceStats(_MeasuringCallback):
     peak of allocated GPU memory since the last call.
     """
 
-    def measure(self, trainer: Trainer) -> dict[str, float]:
+    def measure(self, trainer: AnyTrainer) -> dict[str, float]:
         uses = trainer.apply_all_operators(_resource_use)
         peaks = {
             name: max(each[name] for each in uses)
@@ -81,14 +81,14 @@ class LearningRateMonitor(_MeasuringCallback):
     groups ``lr/group0``, ``lr/group1``.
     """
 
-    def measure(self, trainer: Trainer) -> dict[str, float]:
+    def measure(self, trainer: AnyTrainer) -> dict[str, float]:
         return dict(trainer.apply_all_operators(lambda op: op._learning_rates())[0])
 
 
 class ModelSummary(Callback):
     """Prints the layers of the models, their parameters and sizes, when training starts."""
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: AnyTrainer) -> None:
         print(trainer.apply_all_operators(_summary)[0], flush=True)
 
 
@@ -130,7 +130,7 @@ class TorchProfiler(Callback):
 
     Args:
         num_steps: number of steps to profile. Each adds about 100 kB to the trace.
-        skip_steps: number of steps before the profiled ones. The first steps are not typical.
+        skip_first: number of steps before the profiled ones. The first steps are not typical.
         arguments: further arguments of ``torch.profiler.profile``, such as ``record_shapes``.
 
     Raises:
@@ -142,21 +142,21 @@ class TorchProfiler(Callback):
     def __init__(
         self,
         num_steps: int = 10,
-        skip_steps: int = 10,
+        skip_first: int = 10,
         **arguments: Any,
     ) -> None:
         self._num_steps = as_int("TorchProfiler", "num_steps", num_steps, 1)
-        self._skip_steps = as_int("TorchProfiler", "skip_steps", skip_steps, 0)
+        self._skip_first = as_int("TorchProfiler", "skip_first", skip_first, 0)
         self._arguments = arguments
         self._first_step: int | None = None
         self._end_step: int | None = None
-        self.trace: Path | None = None
+        self.trace_path: Path | None = None
         """Path of the trace; None before the trace is written."""
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        if self.trace is None:
-            self._first_step = trainer.global_step + self._skip_steps
-            if self._skip_steps == 0:
+    def on_train_start(self, trainer: AnyTrainer) -> None:
+        if self.trace_path is None:
+            self._first_step = trainer.global_step + self._skip_first
+            if self._skip_first == 0:
                 self._begin(trainer)
 
     def next_pause(self, global_step: int) -> int | None:
@@ -164,30 +164,30 @@ class TorchProfiler(Callback):
         # After the loss of all workers, the due step can be in the past.
         return None if due is None else max(due, global_step + 1)
 
-    def on_pause(self, trainer: Trainer) -> None:
+    def on_pause(self, trainer: AnyTrainer) -> None:
         if self._end_step is None:
             self._begin(trainer)
         else:
             self._end(trainer)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: AnyTrainer) -> None:
         if self._end_step is not None:
             self._end(trainer)
         self._first_step = None
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, trainer: AnyTrainer) -> None:
         trainer.apply_all_operators(functools.partial(_start_profiler, self._arguments))
         self._end_step = trainer.global_step + self._num_steps
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: AnyTrainer) -> None:
         self._first_step = self._end_step = None
         if (packed := trainer.apply_all_operators(_stop_profiler)[0]) is None:
             logger.warning("TorchProfiler wrote no trace, because worker 0 was lost.")
             return
         folder = logdir_of(trainer) / "profile"
         folder.mkdir(exist_ok=True)
-        self.trace = folder / f"trace-step-{trainer.global_step:08d}.json.gz"
-        self.trace.write_bytes(packed)
+        self.trace_path = folder / f"trace-step-{trainer.global_step:08d}.json.gz"
+        self.trace_path.write_bytes(packed)
 
 
 def _start_profiler(arguments: dict[str, Any], operator: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._internal.progress import BatchProgress
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.base import Callback, CallInfo, Trainer, means_in
+from raysgd.callbacks.base import AnyTrainer, Callback, CallInfo, means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 _MAX_METRICS = 4
@@ -21,7 +21,7 @@ _LINE_EVERY_S = 30.0
 """Seconds between two lines if there is no terminal."""
 
 
-class EpochLines(Callback):
+class EpochPrinter(Callback):
     """Prints a line for each epoch of ``fit()``, which adds this callback.
 
     ::
@@ -34,10 +34,10 @@ class EpochLines(Callback):
 
     _sample_note = ""
 
-    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         self._sample_note = _describe_samples(trainer, metrics)
 
-    def on_result(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def on_epoch_result(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         if not trainer.is_fitting:
             return
         means = means_in(metrics)
@@ -50,7 +50,7 @@ class EpochLines(Callback):
             shown.pop()
         _print(line)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: AnyTrainer) -> None:
         if trainer.stop_reason is not None:
             _print(f"stopped in epoch {trainer.epoch}: {trainer.stop_reason}")
 
@@ -71,7 +71,9 @@ class ProgressBar(Callback):
         self._next_line_at = 0.0
         self._logs_above = contextlib.ExitStack()
 
-    def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[BatchProgress]) -> None:
+    def on_progress(
+        self, trainer: AnyTrainer, kind: str, progress: Sequence[BatchProgress]
+    ) -> None:
         label = kind
         if trainer.is_fitting:
             label = f"{_position_in_run(trainer, trainer.epoch)}, validation"
@@ -100,21 +102,21 @@ class ProgressBar(Callback):
         num_samples = sum(each.num_samples for each in progress) * num_done / num_batches
         self._show(trainer, label, num_done, total, num_samples, latest)
 
-    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, f"train {trainer.epoch}", metrics)
 
     on_partial_epoch_end = on_epoch_end
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, "validate", metrics)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: AnyTrainer) -> None:
         self._close()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, error: BaseException) -> None:
         self._close()  # before the traceback, because the callback ends only with the trainer
 
-    def _begin(self, trainer: Trainer, kind: str, label: str) -> None:
+    def _begin(self, trainer: AnyTrainer, kind: str, label: str) -> None:
         self._close()
         self._kind = kind
         self._started = time.perf_counter()
@@ -135,7 +137,7 @@ class ProgressBar(Callback):
 
     def _show(
         self,
-        trainer: Trainer,
+        trainer: AnyTrainer,
         label: str,
         num_done: int,
         total: int | None,
@@ -169,7 +171,7 @@ class ProgressBar(Callback):
         self._bar.n = num_done
         self._bar.refresh()
 
-    def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any]) -> None:
+    def _finish(self, trainer: AnyTrainer, label: str, metrics: dict[str, Any]) -> None:
         if self._kind and not trainer.is_fitting:
             # A user's loop may not count its batches.
             steps = trainer.global_step - self._first_step
@@ -208,12 +210,12 @@ def _print(line: str) -> None:
     print(line, file=sys.stdout if _in_notebook() else sys.stderr, flush=True)
 
 
-def _position_in_run(trainer: Trainer, epoch: int) -> str:
+def _position_in_run(trainer: AnyTrainer, epoch: int) -> str:
     """Return "epoch 2/8", or "epoch 2" if a number of steps or a duration limits the `fit`."""
     return f"epoch {epoch}" if trainer.num_epochs is None else f"epoch {epoch}/{trainer.num_epochs}"
 
 
-def _slow_phase(trainer: Trainer) -> dict[str, str]:
+def _slow_phase(trainer: AnyTrainer) -> dict[str, str]:
     """Return the phase that takes longest, and its fraction, unless it is computing."""
     workers = trainer.speed().workers
     totals = {name: sum(w.num_steps * w.seconds[name] for w in workers) for name in PHASES}
@@ -224,7 +226,7 @@ def _slow_phase(trainer: Trainer) -> dict[str, str]:
     return {longest: f"{totals[longest] / sum(totals.values()):.0%}"}
 
 
-def _describe_samples(trainer: Trainer, metrics: Mapping[str, Any]) -> str:
+def _describe_samples(trainer: AnyTrainer, metrics: Mapping[str, Any]) -> str:
     """Return how many samples the metrics of an epoch measure, if lost workers had others."""
     call, number = trainer.last_call, metrics.get(NUM_SAMPLES, 0)
     if call is None or not any(

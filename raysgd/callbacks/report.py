@@ -16,7 +16,7 @@ from typing import Any
 
 from raysgd._internal.files import read_lines, replacing
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.base import COUNTS, Callback, Trainer, logdir_of
+from raysgd.callbacks.base import COUNTS, AnyTrainer, Callback, logdir_of
 
 LogLine = dict[str, Any]
 
@@ -49,13 +49,13 @@ figcaption span::before { content: "\\25cf  "; color: var(--color); }
 class RunReport(Callback):
     """Writes ``report.html`` into the trainer's ``logdir``. ``TorchTrainer(logdir=...)`` adds this.
 
-    ``raysgd report RUNDIR`` writes the report at any other time.
+    ``raysgd report LOGDIR`` writes the report at any other time.
     """
 
-    stage = 2  # run after the loggers
+    order = 2  # run after the loggers
     needs_logdir = True
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: AnyTrainer) -> None:
         try:
             make_report(logdir_of(trainer))
         except (OSError, ValueError) as error:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from raysgd._internal.arguments import as_int, check_number, resolve_mode
 from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.values import missing_metric, numbers_in
-from raysgd.callbacks.base import Callback, CallInfo, Trainer
+from raysgd.callbacks.base import AnyTrainer, Callback, CallInfo
 
 
 class EarlyStopping(Callback):
@@ -42,60 +42,61 @@ class EarlyStopping(Callback):
         self._sign = 1.0 if mode == "min" else -1.0
         self._patience = as_int("EarlyStopping", "patience", patience, 1)
         self._min_delta = min_delta
-        self.best: float | None = None
+        self.best_value: float | None = None
         """The best value so far; None before the first."""
         self.num_waited = 0
         """Number of epochs since the best value."""
         self._epoch = -1  # of the newest value
 
     def _forget_run(self) -> None:
-        self.best, self.num_waited, self._epoch = None, 0, -1
+        self.best_value, self.num_waited, self._epoch = None, 0, -1
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: AnyTrainer) -> None:
         self._stop_if_due(trainer)
 
-    def on_result(self, trainer: Trainer, call: CallInfo, metrics: dict[str, Any]) -> None:
+    def on_epoch_result(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         known = trainer.latest_metrics
         if self.monitor in metrics:
             self._compare(trainer, metrics[self.monitor])
         elif call.kind == "validate" and "epoch" in metrics and self.monitor not in known:
             raise ValueError(missing_metric("EarlyStopping", self.monitor, known))
 
-    def _compare(self, trainer: Trainer, measured: Any) -> None:
+    def _compare(self, trainer: AnyTrainer, measured: Any) -> None:
         if (value := numbers_in({"value": measured}).get("value")) is None:
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}): the metric must be a number, but it is "
                 f"{measured!r}."
             )
-        if self.best is None:
+        if self.best_value is None:
             is_better = not math.isnan(value)
         else:
-            is_better = self._sign * (self.best - value) > self._min_delta  # False for NaN
+            is_better = self._sign * (self.best_value - value) > self._min_delta  # False for NaN
         if is_better:
-            self.best, self.num_waited = value, 0
+            self.best_value, self.num_waited = value, 0
         elif trainer.epoch != self._epoch:  # several validations of an epoch count once
             self.num_waited += 1
         self._epoch = trainer.epoch
         self._stop_if_due(trainer)
 
-    def _stop_if_due(self, trainer: Trainer) -> None:
+    def _stop_if_due(self, trainer: AnyTrainer) -> None:
         if self.num_waited >= self._patience:
-            best = "it was always NaN" if self.best is None else f"the best is {self.best:.6g}"
+            best = self.best_value
+            found = "it was always NaN" if best is None else f"the best is {best:.6g}"
             trainer.request_stop(
-                f"{self.monitor} has not improved for {self.num_waited} epochs in a row; {best}."
+                f"{self.monitor} has not improved for {self.num_waited} epochs in a row; {found}."
             )
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "monitor": self.monitor,
-            "best": self.best,
+            "best": self.best_value,
             "num_waited": self.num_waited,
             "epoch": self._epoch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["monitor"] == self.monitor:
-            self.best, self.num_waited = state["best"], state["num_waited"]
+            self.best_value, self.num_waited = state["best"], state["num_waited"]
             self._epoch = state.get("epoch", -1)
 
 
@@ -109,7 +110,7 @@ class TerminateOnNaN(Callback):
 
     stops_at_nan: bool = True
 
-    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, trainer: AnyTrainer, metrics: dict[str, Any]) -> None:
         if bad := nonfinite_loss(numbers_in(metrics)):
             trainer.request_stop(f"{bad} in epoch {trainer.epoch}, step {trainer.global_step}.")
 

@@ -42,13 +42,13 @@ def _without_traceback() -> Iterator[None]:
 
 @app.command()
 def report(
-    rundir: Annotated[Path, typer.Argument(help="Folder of the run: TorchTrainer(logdir=...).")],
+    logdir: Annotated[Path, typer.Argument(help="Folder of the run: TorchTrainer(logdir=...).")],
 ) -> None:
     """Rebuild report.html of a run from its logs."""
     from raysgd.callbacks.report import make_report
 
     with _without_traceback():
-        typer.echo(make_report(rundir))
+        typer.echo(make_report(logdir))
 
 
 @app.command()

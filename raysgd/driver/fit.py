@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from raysgd.callbacks.base import Callback, History, Trainer
+from raysgd.callbacks.base import AnyTrainer, Callback, History
 from raysgd.callbacks.callback_list import as_callbacks
-from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
+from raysgd.callbacks.progress import EpochPrinter, ProgressBar, is_interactive
 from raysgd.driver.dispatcher import Dispatcher
 from raysgd.driver.results import FitArguments
 from raysgd.loop.operator_base import has_validation_loader
@@ -38,7 +38,7 @@ class FitLoop:
             if validate_every divides the epoch, or it is num_epochs: validate
     """
 
-    trainer: Trainer
+    trainer: AnyTrainer
     options: Options
     dispatcher: Dispatcher
     arguments: FitArguments
@@ -51,7 +51,7 @@ class FitLoop:
         callback_list = dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         added = as_callbacks(where, callbacks, trainer.logdir, callback_list)
-        kinds = (EpochLines, ProgressBar) if is_interactive() else (EpochLines,)
+        kinds = (EpochPrinter, ProgressBar) if is_interactive() else (EpochPrinter,)
         for kind in kinds if verbose else ():
             if not any(isinstance(each, kind) for each in (*added, *callback_list)):
                 added.insert(0, kind())

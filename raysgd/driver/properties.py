@@ -91,7 +91,7 @@ class TrainerProperties:
 
     @property
     def is_epoch_result_due(self) -> bool:
-        """Whether `on_result` follows this `on_epoch_end`: no validation, and no outer hook."""
+        """Whether `on_epoch_result` follows `on_epoch_end`: no validation, and no outer hook."""
         return not (self.is_validation_due or self._dispatcher.callback_list.running_hooks[1:])
 
     @property

@@ -196,7 +196,7 @@ class Results:
             self._report("on_validation_end", result)
         finally:  # also after Ctrl-C in a callback
             self.validation_names = {*(self.validation_names or ()), *result.merged}
-            if last_call.is_complete:  # after the hook, because a state it saves lacks `on_result`
+            if last_call.is_complete:  # after the hook: a state it saves lacks `on_epoch_result`
                 self._due_step, self._num_validated_epochs = None, self.position.epoch
             if self._validation is not None:
                 self._report_epoch()
@@ -216,7 +216,7 @@ class Results:
             seconds = call.seconds + validation.last_call.seconds
             call = validation.last_call._replace(seconds=seconds)
             self._training = self._validation = None
-        self.callback_list.call_hook("on_result", call, metrics)
+        self.callback_list.call_hook("on_epoch_result", call, metrics)
 
     # ---- missing validations
 

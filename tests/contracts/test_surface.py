@@ -16,9 +16,10 @@ SURFACE = {
     """,
     "raysgd.backends": "CollectiveBackend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """
-        Callback CheckpointCallback CsvLogger DeviceStats EMA EarlyStopping EpochLines History
-        JsonlLogger CallInfo LearningRateMonitor LoggerCallback MLflowLogger ModelSummary
-        ProgressBar RunReport SWA TensorBoardLogger TerminateOnNaN TorchProfiler WandbLogger
+        BatchProgress CallInfo Callback CheckpointCallback CsvLogger DeviceStatsMonitor EMA
+        EarlyStopping EpochPrinter History JsonlLogger LearningRateMonitor LoggerCallback
+        MLflowLogger ModelSummary ProgressBar RunReport SWA TensorBoardLogger TerminateOnNaN
+        TorchProfiler WandbLogger
     """,
     "raysgd.checkpoint": """
         CheckpointStore Manifest RestoredCheckpoint read_file read_manifest save_model write_file
@@ -207,7 +208,7 @@ METHODS = {
         on_epoch_end: trainer metrics
         on_partial_epoch_end: trainer metrics
         on_validation_end: trainer metrics
-        on_result: trainer call metrics
+        on_epoch_result: trainer call metrics
         on_event: trainer event
         on_exception: trainer error
         on_pause: trainer

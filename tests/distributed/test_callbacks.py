@@ -81,7 +81,7 @@ def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(fresh):
         assert len(set(prints)) == 1
         return list(history), prints[0], trainer.global_step
 
-    profiler = TorchProfiler(num_steps=2, skip_steps=3)
+    profiler = TorchProfiler(num_steps=2, skip_first=3)
     plain = fit()
     folder = trainer.logdir / "checkpoints"
     assert fit(CheckpointCallback(every=8, keep=None), profiler, log_every=8) == plain
@@ -96,8 +96,8 @@ def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(fresh):
     assert all(point["metrics"]["grad_norm-0"] > 0 for point in points)
     assert [(entry["lr-0"], entry["lr-1"]) for entry in history] == [(0.25, 1.0)] * 2
     assert steps(folder) == list(range(8, num_steps + 1, 8))
-    assert profiler.trace == trainer.logdir / "profile" / "trace-step-00000005.json.gz"
-    assert profiler.trace.stat().st_size > 1000
+    assert profiler.trace_path == trainer.logdir / "profile" / "trace-step-00000005.json.gz"
+    assert profiler.trace_path.stat().st_size > 1000
 
     for path in sorted(folder.glob("*.ckpt"))[2:]:
         path.unlink()

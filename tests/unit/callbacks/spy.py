@@ -6,7 +6,7 @@ from raysgd.callbacks import Callback
 class Scripted(Callback):
     """A callback that adds a metric in a hook, by default to validations, one value per epoch."""
 
-    stage = -1
+    order = -1
 
     def __init__(self, values, name="score", hook="on_validation_end"):
         self._values, self._name = values, name
@@ -51,7 +51,7 @@ class Spy(Callback):
     def on_validation_end(self, trainer, metrics):
         self.note("on_validation_end", metrics["num_samples"])
 
-    def on_result(self, trainer, call, metrics):
+    def on_epoch_result(self, trainer, call, metrics):
         assert metrics.get("epoch", trainer.epoch) == trainer.epoch
 
     def on_event(self, trainer, event):
@@ -75,9 +75,9 @@ class Spy(Callback):
 
 
 class Late(Spy):
-    """A spy in a later stage than the others."""
+    """A spy that is called after the others."""
 
-    stage = 1
+    order = 1
 
 
 class Unloadable(Spy):

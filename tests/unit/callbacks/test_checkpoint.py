@@ -54,7 +54,7 @@ def test_interrupted_run_resumes_with_the_next_sample(make_trainer, tmp_path):
     assert resumed_by.restored_from.endswith("epoch-00002-step-00000006.ckpt")
     assert [entry["epoch"] for entry in history] == [2, 3]
     assert history[1] == expected[2]
-    assert stopping.best == min(entry["val_loss"] for entry in expected)
+    assert stopping.best_value == min(entry["val_loss"] for entry in expected)
     seen = whole.get_local_operator().trained
     assert resumed.get_local_operator().trained == seen[48:]
     left, right = weights(whole), weights(resumed)
@@ -64,7 +64,7 @@ def test_interrupted_run_resumes_with_the_next_sample(make_trainer, tmp_path):
 class CutOff(Callback):
     """A callback that ends a run after an epoch is saved and before its validation."""
 
-    stage = 2
+    order = 2
 
     def __init__(self, epoch):
         self._epoch = epoch
@@ -195,7 +195,7 @@ def test_only_a_complete_validation_of_new_training_competes(make_trainer, tmp_p
     look(trainer, best)
     assert (saving.best, read_manifest(best).metrics["score"]) == (best, 2)
     if look is look_at_batches:
-        assert stopping.best == 2
+        assert stopping.best_value == 2
         trainer.validate()
         assert read_manifest(saving.best).metrics["score"] == 0
 
@@ -300,7 +300,7 @@ def test_a_failed_validation_leaves_a_checkpoint_of_its_epoch(make_trainer, tmp_
     assert steps(tmp_path) == [5, 10]
 
 
-@pytest.mark.parametrize("where", ["on_validation_end", "on_result", "save"])
+@pytest.mark.parametrize("where", ["on_validation_end", "on_epoch_result", "save"])
 def test_ctrl_c_skips_no_other_callback_and_no_write(make_trainer, tmp_path, monkeypatch, where):
     def interrupt(*given):
         wait_until(lambda: where != "save" or saving._pending_write)
@@ -386,7 +386,7 @@ def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_p
         (EarlyStopping, {"patience": 1.5}),
         (EarlyStopping, {"min_delta": float("nan")}),
         (TorchProfiler, {"num_steps": 0}),
-        (TorchProfiler, {"skip_steps": -1}),
+        (TorchProfiler, {"skip_first": -1}),
     ],
 )
 def test_wrong_arguments_raise(kind, arguments):

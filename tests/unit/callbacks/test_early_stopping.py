@@ -56,7 +56,7 @@ def test_mode_follows_from_the_name(make_trainer, tmp_path, name, best, caplog):
     stopping, values = EarlyStopping(name), [0.5, 0.9, 0.1]
     saving = CheckpointCallback(tmp_path, keep=1, monitor=name)
     make_trainer(callbacks=[Scripted(values, name), stopping, saving]).fit(3, verbose=False)
-    assert stopping.best == best
+    assert stopping.best_value == best
     assert f"epoch-0000{values.index(best) + 1}" in saving.best
     advice = 'smaller values count as better. If not, pass mode="max".'
     assert caplog.text.count(advice) == 2 * (name == "quality")
@@ -75,5 +75,5 @@ def test_several_validations_of_an_epoch_count_once(make_trainer, tmp_path):
     again = EarlyStopping("score", patience=4)
     again.load_state_dict(stopping.state_dict())
     trainer.validate()
-    again.on_result(trainer, trainer.last_call, {"score": 4})
+    again.on_epoch_result(trainer, trainer.last_call, {"score": 4})
     assert again.num_waited == 3

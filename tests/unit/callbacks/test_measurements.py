@@ -11,7 +11,7 @@ import torch
 from raysgd.callbacks import (
     Callback,
     CheckpointCallback,
-    DeviceStats,
+    DeviceStatsMonitor,
     JsonlLogger,
     LearningRateMonitor,
     ModelSummary,
@@ -137,7 +137,7 @@ def test_a_keras_model_that_diverges_ends_in_that_step(tmp_path):
 
 
 def test_resource_usage_of_workers_is_among_the_metrics(make_trainer):
-    metrics = make_trainer(Recorder, callbacks=[DeviceStats()]).fit(2)[-1]
+    metrics = make_trainer(Recorder, callbacks=[DeviceStatsMonitor()]).fit(2)[-1]
     assert 10 < metrics["memory_mib"] < 1e6
     assert metrics["cpu_percent"] >= 0
     assert ("gpu_memory_mib" in metrics) == torch.cuda.is_initialized()
@@ -168,23 +168,23 @@ def num_updates(path):
     return sum(event.get("name", "").startswith("Optimizer.step#") for event in events)
 
 
-@pytest.mark.parametrize(("skip_steps", "num_steps"), [(0, 1), (2, 3), (4, 3)])
-def test_the_profiler_traces_the_chosen_steps(make_trainer, tmp_path, skip_steps, num_steps):
-    profiler = TorchProfiler(num_steps, skip_steps)
+@pytest.mark.parametrize(("skip_first", "num_steps"), [(0, 1), (2, 3), (4, 3)])
+def test_the_profiler_traces_the_chosen_steps(make_trainer, tmp_path, skip_first, num_steps):
+    profiler = TorchProfiler(num_steps, skip_first)
     trainer = make_trainer(Recorder, callbacks=[profiler], logdir=tmp_path)
     trainer.fit(3)
-    last = skip_steps + num_steps
-    assert profiler.trace == tmp_path / "profile" / f"trace-step-{last:08d}.json.gz"
-    assert list((tmp_path / "profile").iterdir()) == [profiler.trace]
-    assert num_updates(profiler.trace) == num_steps
+    last = skip_first + num_steps
+    assert profiler.trace_path == tmp_path / "profile" / f"trace-step-{last:08d}.json.gz"
+    assert list((tmp_path / "profile").iterdir()) == [profiler.trace_path]
+    assert num_updates(profiler.trace_path) == num_steps
     assert trainer.get_local_operator().trained == [*range(40)] * 3
 
 
 def test_a_run_that_ends_early_keeps_its_partial_trace(make_trainer, tmp_path):
     profiler = TorchProfiler(100, 2)
     make_trainer(Recorder, callbacks=[profiler], logdir=tmp_path).fit(1)
-    assert profiler.trace.name == "trace-step-00000005.json.gz"
-    assert num_updates(profiler.trace) == 3
+    assert profiler.trace_path.name == "trace-step-00000005.json.gz"
+    assert num_updates(profiler.trace_path) == 3
     assert not module._profilers
 
 
@@ -200,5 +200,5 @@ def test_losing_the_profiled_worker_loses_only_the_trace(make_trainer, tmp_path,
             module._profilers.pop().stop()
 
     trainer.fit(2, callbacks=[Losing(), profiler])
-    assert profiler.trace is None
+    assert profiler.trace_path is None
     assert "worker 0 was lost" in caplog.text

@@ -11,7 +11,7 @@ import tqdm.auto
 
 from raysgd._internal.progress import BatchProgress
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks import EarlyStopping, EpochLines, ProgressBar
+from raysgd.callbacks import EarlyStopping, EpochPrinter, ProgressBar
 from raysgd.callbacks import progress as module
 from raysgd.callbacks.base import CallInfo
 from raysgd.elastic.events import Event
@@ -223,10 +223,10 @@ def test_fit_prints_a_line_for_each_epoch_unless_verbose_is_off(make_trainer, ca
 )
 def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns, shown):
     monkeypatch.setenv("COLUMNS", str(columns))
-    bar, trainer = EpochLines(), FakeTrainer()
+    bar, trainer = EpochPrinter(), FakeTrainer()
     trainer.num_epochs, trainer.is_fitting = 8, True
     names = ["train_loss", "train_accuracy", "val_loss", "val_accuracy"]
-    bar.on_result(trainer, CallInfo("validate", 10.0, 0.01), dict.fromkeys(names, 0.123456))
+    bar.on_epoch_result(trainer, CallInfo("validate", 10.0, 0.01), dict.fromkeys(names, 0.123456))
     (line,) = terminal.getvalue().splitlines()
     assert [part.split()[0] for part in line.split("  ")[1:]] == shown
     assert len(line) <= max(columns, 20)
@@ -236,12 +236,12 @@ def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns,
     ("lost_at", "said"), [(99, ""), (105, " (380 of 600 samples measured, all trained)")]
 )
 def test_line_of_an_epoch_says_what_lost_workers_did_not_measure(terminal, lost_at, said):
-    lines, trainer = EpochLines(), FakeTrainer()
+    lines, trainer = EpochPrinter(), FakeTrainer()
     trainer.num_epochs, trainer.is_fitting = 8, True
     trainer.events = [Event(kind="lost", generation=0, ranks=(1,), time=lost_at)]
     trainer.last_call = CallInfo("train", 110.0, 10.0, epoch_samples=600)
     lines.on_epoch_end(trainer, {"train_loss": 1.289, "num_samples": 380})
-    lines.on_result(trainer, trainer.last_call, {"train_loss": 1.289, "num_samples": 9})
+    lines.on_epoch_result(trainer, trainer.last_call, {"train_loss": 1.289, "num_samples": 9})
     assert terminal.getvalue() == f"epoch 1/8  train_loss 1.289{said}  10.0 s\n"
 
 

@@ -527,7 +527,7 @@ def test_an_epoch_has_one_result_with_its_validation(make_trainer, run, validate
                 trainer.validate()
 
     class Results(Callback):
-        def on_result(self, trainer, call, metrics):
+        def on_epoch_result(self, trainer, call, metrics):
             assert "train_loss" in metrics
             assert call.kind == ("validate" if "val_loss" in metrics else "train")
             results.append("both" if "val_loss" in metrics else "train")
@@ -546,12 +546,12 @@ def test_a_metric_of_both_is_that_of_validation_in_each_result(make_trainer):
             return {**super().validate_batch(batch, batch_info), "score": 1.0}
 
     class Results(Callback):
-        def on_result(self, trainer, call, metrics):
+        def on_epoch_result(self, trainer, call, metrics):
             scores.append(metrics.get("score"))
 
     scores, stopping = [], EarlyStopping("score", "min")
     history = make_trainer(Scoring, callbacks=[Results(), stopping]).fit(3, validate_every=2)
-    assert (scores, stopping.best) == ([None, 1.0, 1.0], 1.0)
+    assert (scores, stopping.best_value) == ([None, 1.0, 1.0], 1.0)
     assert [row["score"] for row in history] == [9.0] * 3
 
 
