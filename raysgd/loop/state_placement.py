@@ -20,7 +20,7 @@ class StatePlacement:
     replicates = True
     """Whether the workers keep the models equal."""
     features: Sequence[UpdateFeature] = ()
-    """Features with the hooks of this mode, such as `self`. Their `receive` comes last, because
+    """Features with the hooks of this strategy, such as `self`. Their `receive` comes last, because
     shards are valid from then on."""
     is_in_sync = True
     """Whether all shards belong to the last committed step."""

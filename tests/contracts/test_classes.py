@@ -5,7 +5,7 @@ import graphlib
 
 import grimp
 
-from tests.contracts.test_modes import NODES
+from tests.contracts.test_strategies import NODES
 
 FOR_USERS = {"ImageClassifier", "text"}
 OF_TWO_LAYERS = {

@@ -3,7 +3,7 @@
 import re
 
 from raysgd._internal.progress import Progress
-from tests.contracts.test_modes import files
+from tests.contracts.test_strategies import files
 
 DRIVER = re.compile(
     r"raysgd/(callbacks|cli|driver|elastic|testing|train/executor|trials|cluster/(?!worker\.py))"

@@ -9,18 +9,18 @@ from raysgd.torch.modules import is_compiled, is_ddp
 
 
 def check(
-    mode: str,
+    strategy: str,
     call: str,
     options: Any,
     models: Sequence[torch.nn.Module] = (),
     ddp_args: Mapping[str, Any] | None = None,
     scales_gradients: bool = False,
 ) -> None:
-    """Raise ValueError if a mode does not work with something else that user code has chosen.
+    """Raise ValueError if a strategy does not work with something else that user code has chosen.
 
     Args:
-        mode: a key of `STRATEGIES` with rows here.
-        call: what has chosen the mode.
+        strategy: a key of `STRATEGIES` with rows here.
+        call: what has chosen the strategy.
         options: of the trainer.
         models: the registered models, if any.
         ddp_args: the argument of ``register``.
@@ -32,7 +32,7 @@ def check(
     measured = 'ElasticConfig(shares="measured"), but with a mapping of shares'
     scaled_batch = 'ElasticConfig(global_batch="scale")'
     conflicts = [
-        # what does not work with the modes   the modes           whether it is given
+        # what does not work with strategies  the strategies      whether it is given
         ('backend="horovod"', every, options.use_horovod),
         ('use_fp16="apex"', every, options.use_fp16 == "apex"),
         ("wrap_ddp=False", every, not options.wrap_ddp),
@@ -45,8 +45,8 @@ def check(
         ("register(ddp_args=...)", full, ddp_args),
         (float16, full, scales_gradients),
     ]
-    for other, modes, is_given in conflicts:
-        if is_given and mode in modes:
+    for other, strategies, is_given in conflicts:
+        if is_given and strategy in strategies:
             refuse(call, other)
 
 

@@ -6,7 +6,7 @@ forward and backward pass, random numbers, and batch statistics. The gradients o
 added up in the order of a fixed tree (`tree_sum.py`). See EasyScale, "Elastic Training with
 Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea.
 
-Elsewhere, code asks for what the mode changes, not for its name:
+Elsewhere, code asks for what the strategy changes, not for its name:
 
 - ``options.layout``, which `TorchOptions.layout` makes. ``has_fixed_parts``: the parts of a step
   and the weights of their metrics (`EpochPartition`), the batch size in the config of a worker
@@ -23,7 +23,7 @@ Elsewhere, code asks for what the mode changes, not for its name:
   `TrainingOperator`). ``counts_in_commit``: an update needs copies, and ends with its commit
   (`OptimizerSteps`). ``gathers_metrics``: each worker has the metrics of all (`MetricsRecorder`).
 - ``options.exact``: the strategy (`strategy_name`), deterministic operations (`TorchRunner`), and
-  what does not work with the mode (`conflicts.check`). `TorchOptions` unsets split_on_oom.
+  what does not work with the strategy (`conflicts.check`). `TorchOptions` unsets split_on_oom.
 - ``num_operations`` of the process group, if this is gloo: whether ``train_batch`` communicates.
 """
 
@@ -55,7 +55,7 @@ from raysgd.torch.tensors import (
 from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "num_shards"  # of the number of logical workers, in saved files
-_MODE = 'exact="bits"'
+_EXACT = 'exact="bits"'
 _KEEP, _MEAN, _COPY, _OBJECT = range(4)
 """How to merge a buffer of several parts. The largest of all workers counts."""
 _PARTS_DIFFER = (
@@ -79,7 +79,7 @@ class EqualBitsExchange(GroupExchange):
     sums_exactly = True
     counts_in_commit = True
     gathers_metrics = True
-    why_optimizer_step = _MODE
+    why_optimizer_step = _EXACT
 
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
@@ -91,7 +91,7 @@ class EqualBitsExchange(GroupExchange):
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        call, options = f"TorchTrainer({_MODE})", self._train_state.settings.options
+        call, options = f"TorchTrainer({_EXACT})", self._train_state.settings.options
         conflicts.check("equal bits", call, options, self._train_state.models)
         _check_modules(self._train_state.models)
 
@@ -111,7 +111,7 @@ class EqualBitsExchange(GroupExchange):
         first = self._train_state.collectives.broadcast(lambda: local, 0)
         if self._train_state.collectives.any_rank(local != first):
             raise RuntimeError(
-                f"{_MODE} needs workers of one kind, but worker 0 has {first}, and "
+                f"{_EXACT} needs workers of one kind, but worker 0 has {first}, and "
                 f"another worker differs (this one has {local}). Choose equal hosts with "
                 "resources_per_worker."
             )
@@ -163,7 +163,7 @@ class EqualBitsExchange(GroupExchange):
         if self._stepped:
             self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
-            raise RuntimeError(_PARTS_DIFFER.format(_MODE, self._train_state.position.global_step))
+            raise RuntimeError(_PARTS_DIFFER.format(_EXACT, self._train_state.position.global_step))
         self._stepped, self._stepped_before = [], self._stepped
 
     def before_commit(self, update: Update) -> None:
@@ -196,7 +196,7 @@ class EqualBitsExchange(GroupExchange):
         gradients = [p.grad for p in parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise ValueError(
-                f"{_MODE}: {type(optimizer).__name__} has sparse gradients, whose sums "
+                f"{_EXACT}: {type(optimizer).__name__} has sparse gradients, whose sums "
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
@@ -218,7 +218,7 @@ class EqualBitsExchange(GroupExchange):
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers, 1)}
         if not update.is_open or id(optimizer) not in numbers:
             raise RuntimeError(
-                f"{_MODE} works only within train_batch, for batches that train_epoch "
+                f"{_EXACT} works only within train_batch, for batches that train_epoch "
                 "draws from its iterator, and for registered optimizers."
             )
         self.take_gradients(optimizer)
@@ -254,7 +254,7 @@ class EqualBitsExchange(GroupExchange):
         minima = self._train_state.collectives.all_reduce_min(*sent)
         min_step, min_kind, minus_max_step, minus_max_kind, *agreed = minima
         if (min_step, min_kind) != (-minus_max_step, -minus_max_kind):
-            raise RuntimeError(_PARTS_DIFFER.format(_MODE, min_step))
+            raise RuntimeError(_PARTS_DIFFER.format(_EXACT, min_step))
         return [-flag for flag in agreed[: len(flags)]]
 
 
@@ -310,7 +310,7 @@ class EqualBitsBuffers:
         """Raise RuntimeError if buffers have changed since the last call of another method."""
         if self._versions != self._newest_versions():
             raise RuntimeError(
-                f"{_MODE}: train_batch changes buffers after self.optimizer_step, for example "
+                f"{_EXACT}: train_batch changes buffers after self.optimizer_step, for example "
                 "by a forward pass in train mode. Change them before it."
             )
 
@@ -432,4 +432,4 @@ def _check_modules(models: Sequence[torch.nn.Module]) -> None:
             why, remedy = "has sparse buffers", "Create them with to_dense()"
         else:
             continue
-        raise ValueError(f"{_MODE} does not work with {name}, which {why}. {remedy}.")
+        raise ValueError(f"{_EXACT} does not work with {name}, which {why}. {remedy}.")

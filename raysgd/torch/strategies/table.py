@@ -2,17 +2,17 @@
 
 What `StatePlacement` and `GradientExchange` answer in each strategy, and which workers average:
 
-==========  ============  ===================  =============  =================  ===============
-strategy    `replicates`  `is_unsharded`, for  `is_complete`  `keeps_all_equal`  these average
-==========  ============  ===================  =============  =================  ===============
-equal bits  yes           all                  yes            yes                none: adds up
-one worker  yes           all                  yes            no                 1
-Horovod     yes           all                  yes            yes                all workers
-own models  if wrapped    all                  yes            no                 all workers, or 1
-replicated  yes           all                  yes            yes                all workers
-optimizer   yes           models               no             yes                all workers
-full        yes           nothing              no             yes                all workers
-==========  ============  ===================  =============  =================  ===============
+==================  ============  ==============  =============  =================  =============
+strategy            `replicates`  `is_unsharded`  `is_complete`  `keeps_all_equal`  these average
+==================  ============  ==============  =============  =================  =============
+equal bits          yes           all             yes            yes                none: adds up
+one worker          yes           all             yes            no                 1
+Horovod             yes           all             yes            yes                all
+independent models  if wrapped    all             yes            no                 all, or 1
+replicated          yes           all             yes            yes                all
+optimizer           yes           models          no             yes                all
+full                yes           nothing         no             yes                all
+==================  ============  ==============  =============  =================  =============
 
 Only equal bits has `divides_by_counts`, `sums_exactly`, `counts_in_commit`, and `gathers_metrics`.
 """
@@ -41,7 +41,7 @@ from raysgd.torch.train_state import TorchTrainState
 
 
 class Strategy(NamedTuple):
-    """Makes the `StatePlacement` and the `GradientExchange` of a mode.
+    """Makes the `StatePlacement` and the `GradientExchange` of a strategy.
 
     `register` calls `check` and `new_placement`, moves the models, and calls `new_exchange`.
     `Options.layout` is the third part of a strategy.
@@ -53,7 +53,7 @@ class Strategy(NamedTuple):
     )
     """Gets ``sharding_args``. By default, every worker has the whole state."""
     sharding_args: Sequence[str] | None = None
-    """Keys of ``sharding_args``, if the mode is a value of ``sharding``."""
+    """Keys of ``sharding_args``, if the strategy is a value of ``sharding``."""
     check: Callable[[str, Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]], None] = (
         lambda *_: None
     )
@@ -70,7 +70,7 @@ STRATEGIES = {
     "equal bits": Strategy(EqualBitsExchange),
     "one worker": Strategy(UserDDPExchange),
     "Horovod": Strategy(HorovodExchange),
-    "own models": Strategy(UserDDPExchange, IndependentModelsPlacement),
+    "independent models": Strategy(UserDDPExchange, IndependentModelsPlacement),
     "replicated": Strategy(DDPExchange),
     "optimizer": Strategy(DDPExchange, ShardedOptimizersPlacement, ("copies",), check_shardable),
     "full": Strategy(
@@ -90,8 +90,8 @@ def as_sharding_args(
     ddp_args: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """Check the value of ``sharding``. Return ``sharding_args`` without the keys that are None."""
-    known = [mode for mode, strategy in STRATEGIES.items() if strategy.sharding_args is not None]
-    shown = ", ".join(f'"{mode}"' for mode in known)
+    known = [name for name, row in STRATEGIES.items() if row.sharding_args is not None]
+    shown = ", ".join(f'"{name}"' for name in known)
     if sharding not in (None, *known):
         raise ValueError(f"register(sharding={sharding!r}): sharding must be {shown}, or None.")
     sharding_args = as_dict("register", "sharding_args", arguments)
@@ -114,8 +114,8 @@ def as_sharding_args(
         sharding_args["copies"] = as_int("register(sharding_args=...)", "copies", copies, 0)
     call, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
     conflicts.check(sharding, call, options, models, ddp_args, scales)
-    if (mode := strategy_name(options, sharding, distributed=True)) != sharding:
-        conflicts.refuse(call, f'the mode "{mode}", which options of the trainer have chosen')
+    if (name := strategy_name(options, sharding, distributed=True)) != sharding:
+        conflicts.refuse(call, f'the strategy "{name}", which options of the trainer have chosen')
     strategy.check(call, models, train_state.optimizers)
     return sharding_args
 
@@ -128,7 +128,7 @@ def strategy_name(options: TorchOptions, sharding: str | None, distributed: bool
     if options.exact is not None:
         return "equal bits"
     if not (options.wrap_ddp or options.use_horovod):
-        return "own models"
+        return "independent models"
     if not distributed:
         return "one worker"
     if options.use_horovod:

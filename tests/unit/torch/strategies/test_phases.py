@@ -1,4 +1,4 @@
-"""The order of phases in every mode: of register, an optimizer's step, and an update."""
+"""The order of phases with every strategy: of register, an optimizer's step, and an update."""
 
 import itertools
 import random
@@ -21,9 +21,9 @@ REGISTER += ["begin_sharding", "_move_criteria"]
 # The hooks of user code come first, because they may reject a step, and shards come last.
 STEP = ["complete_gradients", "before_of_user", "_step_pre_hook", "_begin_step"]
 STEP += ["after_of_user", "_end_step", "_finish_step"]
-MODES = {
+STRATEGIES = {
     "one worker": ({}, {}),
-    "own models": ({"wrap_ddp": False}, {}),
+    "independent models": ({"wrap_ddp": False}, {}),
     "replicated": ({}, {}),
     "equal bits": ({"exact": "bits"}, {}),
     "optimizer": ({}, {"sharding": "optimizer"}),
@@ -86,13 +86,13 @@ def calls_of(names, function):
     return [name for name, _ in itertools.groupby(found)]
 
 
-def start(mode):
-    options, register = MODES[mode]
-    if mode == "full" and not hasattr(FSDPModule, "reset_iter_state"):
+def start(strategy):
+    options, register = STRATEGIES[strategy]
+    if strategy == "full" and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("this PyTorch cannot shard models")
     given = {"training_operator_cls": Small, "config": register, "bad_steps": BadSteps(), **options}
     runner = TorchRunner(TorchOptions(**given))
-    context = WorkerContext(distributed=mode != "one worker")
+    context = WorkerContext(distributed=strategy != "one worker")
     assert calls_of(REGISTER, lambda: runner.setup(context)) == REGISTER
     return runner
 
@@ -108,21 +108,21 @@ def is_in_order(names):
     return all(first < second for first, second in pairs)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_phases_have_the_same_order_in_every_mode(process_group, mode):
-    runner = start(mode)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_phases_have_the_same_order_with_every_strategy(process_group, strategy):
+    runner = start(strategy)
     found = calls_of(STEP, lambda: runner.handle(TrainRequest(call_number=0, until_step=1)))
-    skipped = set() if "sharding" in MODES[mode][1] else {"_begin_step", "_end_step"}
+    skipped = set() if "sharding" in STRATEGIES[strategy][1] else {"_begin_step", "_end_step"}
     assert found == [name for name in STEP if name not in skipped]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_features_train_alike_in_every_order_that_their_pairs_allow(process_group, mode):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_features_train_alike_in_every_order_that_their_pairs_allow(process_group, strategy):
     """A bad step and an error within a step restore what the other features have changed."""
     results = set()
     for seed in range(4):
         torch.manual_seed(0)
-        runner, draw = start(mode), random.Random(seed)
+        runner, draw = start(strategy), random.Random(seed)
         state, operator = runner.operator._train_state, runner.operator
         features, is_shuffled = [*state.features], seed == 0
         assert is_in_order(names_of(state))

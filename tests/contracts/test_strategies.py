@@ -1,4 +1,4 @@
-"""Only the files of a mode, and tables, name it. Only the file of updates assigns their fields.
+"""Only the files of a strategy, and tables, name it. Only the file of updates assigns their fields.
 
 Private names of libraries are in a table.
 """
@@ -32,7 +32,7 @@ def files():
 NODES = [(name, node) for name, text in files().items() for node in ast.walk(ast.parse(text))]
 
 
-def test_no_other_file_names_a_mode():
+def test_no_other_file_names_a_strategy():
     found = [
         f"{name}:{number}: {line.strip()}"
         for name, text in files().items()

@@ -1,4 +1,4 @@
-"""A mode is one file and one row: local SGD averages models every few updates, not gradients."""
+"""A strategy is a file and a row: local SGD averages models every few updates, not gradients."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_local_sgd_averages_models_every_few_updates_and_in_exports(workers):
         assert all(map(torch.equal, *found)) == is_average
 
 
-def test_an_option_that_chooses_another_mode_is_an_error(monkeypatch):
+def test_an_option_that_chooses_another_strategy_is_an_error(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "local", LOCAL)
-    with pytest.raises(ValueError, match=r'sharding="local"\) does not work with the mode "'):
+    with pytest.raises(ValueError, match=r'sharding="local"\) does not work with the strategy "'):
         Case(num_workers=1, settings={"wrap_ddp": False}).start(0)
