@@ -50,40 +50,40 @@ class ElasticConfig:
     node label (``"zone=a"``), accelerator type, or resource; other nodes have 1."""
 
     def __post_init__(self) -> None:
-        where = "ElasticConfig"
-        set_fields(self, max_attempts=as_int(where, "max_attempts", self.max_attempts, 1))
+        caller = "ElasticConfig"
+        set_fields(self, max_attempts=as_int(caller, "max_attempts", self.max_attempts, 1))
         for name in ("backoff_initial_s", "backoff_max_s", "resize_cooldown_s", "driver_grace_s"):
-            check_number(where, name, getattr(self, name))
-        check_flags(where, grow=self.grow)
-        check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
+            check_number(caller, name, getattr(self, name))
+        check_flags(caller, grow=self.grow)
+        check_choice(caller, "global_batch", self.global_batch, ("keep", "scale"))
         if isinstance(self.shares, Mapping) and self.shares:
             for name, share in self.shares.items():
-                check_number(where, f"shares[{name!r}]", share, above=0)
+                check_number(caller, f"shares[{name!r}]", share, above=0)
         elif self.shares not in ("even", "measured"):
             raise ValueError(
-                f'{where}(shares={self.shares!r}): must be "even", "measured", or a mapping of '
+                f'{caller}(shares={self.shares!r}): must be "even", "measured", or a mapping of '
                 "names of nodes to relative shares."
             )
         every = self.snapshot_every
         if isinstance(every, str) and every not in ("auto", "epoch"):
             raise ValueError(
-                f'{where}(snapshot_every={every!r}): must be "auto", "epoch", a number of steps, '
+                f'{caller}(snapshot_every={every!r}): must be "auto", "epoch", a number of steps, '
                 "or None."
             )
         if not isinstance(every, str | None):
-            set_fields(self, snapshot_every=as_int(where, "snapshot_every", every, 1))
+            set_fields(self, snapshot_every=as_int(caller, "snapshot_every", every, 1))
 
 
 def as_elastic_config(
-    trainer: str, elastic: Any, supports_measured_shares: bool = False
+    caller: str, elastic: Any, supports_measured_shares: bool = False
 ) -> ElasticConfig:
     """Return the ElasticConfig, or the default one for None."""
     elastic = ElasticConfig() if elastic is None else elastic
     if not isinstance(elastic, ElasticConfig):
-        raise TypeError(f"{trainer}(elastic={elastic!r}): must be an ElasticConfig.")
+        raise TypeError(f"{caller}(elastic={elastic!r}): must be an ElasticConfig.")
     if elastic.shares == "measured" and not supports_measured_shares:
         raise ValueError(
-            f'{trainer} does not support ElasticConfig(shares="measured"). Use "even", or give '
+            f'{caller} does not support ElasticConfig(shares="measured"). Use "even", or give '
             "relative shares by node label, accelerator type, or resource."
         )
     return elastic

@@ -68,11 +68,11 @@ class KerasSources(DataSources):
         _check_end(loader, "training", "train(num_steps=...) or fit(max_steps=...)")
 
 
-def _check_end(loader: Any, what: str, call: str) -> None:
+def _check_end(loader: Any, what: str, remedy: str) -> None:
     endless = tf.data.INFINITE_CARDINALITY
     if isinstance(loader, tf.data.Dataset) and int(loader.cardinality()) == endless:
         raise ValueError(
-            f"The {what} data set repeats without end. Pass a number of steps with {call}, or "
+            f"The {what} data set repeats without end. Pass a number of steps with {remedy}, or "
             "register dataset.take(n), whose epochs have n batches."
         )
 

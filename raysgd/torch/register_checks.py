@@ -137,13 +137,13 @@ def _parameter_ids(models: Iterable[torch.nn.Module]) -> set[int]:
 
 
 def check_shardable(
-    call: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    caller: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Reject optimizers and parameters whose update cannot be sharded."""
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise ValueError(
-                f"{call} cannot shard the sparse gradients of {type(module).__name__}"
+                f"{caller} cannot shard the sparse gradients of {type(module).__name__}"
                 "(sparse=True). Leave sparse out."
             )
     registered = _parameter_ids(models)
@@ -152,37 +152,37 @@ def check_shardable(
         if kind not in ELEMENTWISE:
             names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
             raise ValueError(
-                f"{call} cannot shard {kind.__name__}. Use an optimizer of torch.optim that "
+                f"{caller} cannot shard {kind.__name__}. Use an optimizer of torch.optim that "
                 f"updates each element independently of the others: {names}."
             )
         trained = [p for p in parameters_of(optimizer) if p.requires_grad]
         if strangers := [p for p in trained if id(p) not in registered]:
             raise ValueError(
-                f"{call}: {kind.__name__} has {len(strangers)} parameters that are in no "
+                f"{caller}: {kind.__name__} has {len(strangers)} parameters that are in no "
                 "registered model. Register their model."
             )
         for parameter in trained:
             if not parameter.is_contiguous():
                 raise ValueError(
-                    f"{call}: a parameter of shape {tuple(parameter.shape)} is not contiguous. "
+                    f"{caller}: a parameter of shape {tuple(parameter.shape)} is not contiguous. "
                     "Make it contiguous(), for example without channels_last."
                 )
 
 
 def check_fully_shardable(
-    call: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    caller: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Reject what `check_shardable` rejects, several optimizers, and parameters without rows."""
     if len(optimizers) != 1:
         raise ValueError(
-            f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
+            f"{caller} got {len(optimizers)} optimizers. Pass one, with parameter groups."
         )
-    check_shardable(call, models, optimizers)
+    check_shardable(caller, models, optimizers)
     named = ((model, *each) for model in models for each in model.named_parameters())
     for model, name, parameter in named:
         if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
             raise ValueError(
-                f"{call} divides parameters by rows. {type(model).__name__}.{name} has no "
+                f"{caller} divides parameters by rows. {type(model).__name__}.{name} has no "
                 f"contiguous rows: its shape is {tuple(parameter.shape)}, and its strides are "
                 f"{tuple(parameter.stride())}. Use a contiguous parameter that has a dimension "
                 "and is not empty."

@@ -10,21 +10,21 @@ from raysgd.torch.modules import is_compiled, is_ddp
 
 def check(
     strategy: str,
-    call: str,
+    caller: str,
     options: Any,
     models: Sequence[torch.nn.Module] = (),
     ddp_args: Mapping[str, Any] | None = None,
-    scales_gradients: bool = False,
+    scales_loss: bool = False,
 ) -> None:
     """Raise ValueError if a strategy does not work with something else that user code has chosen.
 
     Args:
         strategy: a key of `STRATEGIES` with rows here.
-        call: what has chosen the strategy.
+        caller: what has chosen the strategy.
         options: of the trainer.
         models: the registered models, if any.
         ddp_args: the argument of ``register``.
-        scales_gradients: whether the precision does so.
+        scales_loss: whether the precision does so.
     """
     exact, full, sharding = ("equal bits",), ("full",), ("optimizer", "full")
     every = (*exact, *sharding)
@@ -43,12 +43,12 @@ def check(
         ("DistributedDataParallel(model)", (*exact, *full), any(map(is_ddp, models))),
         ("torch.compile", full, any(map(is_compiled, models))),
         ("register(ddp_args=...)", full, ddp_args),
-        (float16, full, scales_gradients),
+        (float16, full, scales_loss),
     ]
     for other, strategies, is_given in conflicts:
         if is_given and strategy in strategies:
-            refuse(call, other)
+            refuse(caller, other)
 
 
-def refuse(call: str, other: str) -> NoReturn:
-    raise ValueError(f"{call} does not work with {other}. Leave out one of the two.")
+def refuse(caller: str, other: str) -> NoReturn:
+    raise ValueError(f"{caller} does not work with {other}. Leave out one of the two.")

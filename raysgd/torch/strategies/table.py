@@ -112,11 +112,11 @@ def as_sharding_args(
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
     if (copies := sharding_args.get("copies")) is not None:
         sharding_args["copies"] = as_int("register(sharding_args=...)", "copies", copies, 0)
-    call, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
-    conflicts.check(sharding, call, options, models, ddp_args, scales)
+    caller, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
+    conflicts.check(sharding, caller, options, models, ddp_args, scales)
     if (name := strategy_name(options, sharding, distributed=True)) != sharding:
-        conflicts.refuse(call, f'the strategy "{name}", which options of the trainer have chosen')
-    strategy.check(call, models, train_state.optimizers)
+        conflicts.refuse(caller, f'the strategy "{name}", which options of the trainer have chosen')
+    strategy.check(caller, models, train_state.optimizers)
     return sharding_args
 
 
