@@ -49,7 +49,7 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, float | int | numbers.Real)
 
 
-def on_cpu(value: Any) -> Any:
+def to_cpu_value(value: Any) -> Any:
     """Return the value of a tensor or an array on the CPU. Return other values unchanged."""
     if hasattr(value, "detach"):
         return value.item() if value.numel() == 1 else value.detach().cpu().double()
@@ -63,7 +63,7 @@ def _summable(value: Any) -> Any:
     """Convert `value` for float64 sums. Tensors on an accelerator stay there, to avoid waiting."""
     if hasattr(value, "detach") and value.device.type not in ("cpu", "mps"):
         return value.detach().double()
-    value = on_cpu(value)
+    value = to_cpu_value(value)
     return float(value) if isinstance(value, float | numbers.Real) else value
 
 
@@ -124,12 +124,12 @@ class AverageMeter:
     @property
     def val(self) -> Any:
         """Newest value."""
-        return on_cpu(self._last)
+        return to_cpu_value(self._last)
 
     @property
     def sum(self) -> Any:
         """Weighted sum."""
-        return on_cpu(_round(self._total))
+        return to_cpu_value(_round(self._total))
 
     @property
     def avg(self) -> Any:
@@ -185,7 +185,7 @@ class Sums(MergeableMetric):
     @property
     def sums(self) -> dict[str, Any]:
         """Sums by name: floats, or float64 on the CPU for arrays and tensors."""
-        return {name: on_cpu(_round(value)) for name, value in self._sums.items()}
+        return {name: to_cpu_value(_round(value)) for name, value in self._sums.items()}
 
     def merge(self, other: Self) -> Self:
         """Return a metric with the added sums of both metrics."""
@@ -199,7 +199,7 @@ class Sums(MergeableMetric):
         return self.function(**self.sums)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"function": self.function, "_sums": map_leaves(self._sums, on_cpu)}
+        return {"function": self.function, "_sums": map_leaves(self._sums, to_cpu_value)}
 
 
 def ratio(total: Any, weight: Any) -> Any:
@@ -227,7 +227,7 @@ def _numbers(value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         inner = {suffix: _numbers(each) for suffix, each in value.items()}
         return {f"{start}{i}": n for start, numbers in inner.items() for i, n in numbers.items()}
-    array = np.asarray(on_cpu(value), dtype=np.float64)
+    array = np.asarray(to_cpu_value(value), dtype=np.float64)
     return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 
 
@@ -289,7 +289,7 @@ class AverageMeterCollection:
             TypeError: If a metric is a list, tuple, or set, whose meaning is ambiguous.
         """
         self.batch_count += is_batch
-        n = on_cpu(n)
+        n = to_cpu_value(n)
         self.num_samples += n
         self._add(metrics, n)
 
@@ -338,7 +338,7 @@ class AverageMeterCollection:
             if "loss" in name.lower() and isinstance(merged, Sums):
                 totals += merged._sums.values()
         # Exact totals are finite.
-        rest = (on_cpu(each) for each in totals if not isinstance(each, int))
+        rest = (to_cpu_value(each) for each in totals if not isinstance(each, int))
         return not all(np.isfinite(each).all() for each in rest)
 
     def latest(self) -> dict[str, float]:
@@ -399,7 +399,7 @@ def _merge_two(name: str, *pair: MergeableMetric) -> MergeableMetric:
 
 def _sums_of(value: Any, weight: float) -> Sums:
     # Ignore means over no samples, because they can be NaN, and NaN times 0 is NaN.
-    return Sums(ratio, total=on_cpu(value) * weight if weight else 0.0, weight=weight)
+    return Sums(ratio, total=to_cpu_value(value) * weight if weight else 0.0, weight=weight)
 
 
 def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
@@ -431,7 +431,7 @@ def _merge(
             for i, value in values.items():
                 metrics.setdefault(name.removesuffix(value.suffix), {})[i] = value.metric
         else:
-            weights = {i: on_cpu(results[i].get(NUM_SAMPLES, 1)) for i in values}
+            weights = {i: to_cpu_value(results[i].get(NUM_SAMPLES, 1)) for i in values}
             metrics[name] = {i: _sums_of(value, weights[i]) for i, value in values.items()}
     for name, by_result in metrics.items():
         total = reduce(partial(_merge_two, name), by_result.values())
@@ -483,7 +483,7 @@ def merge_worker_metrics(
     def combine(name: str, values: list[Any]) -> Any:
         if texts := [value for value in values if not is_numeric(value)]:
             return texts[0]
-        return (sum if name == NUM_SAMPLES else mean)([on_cpu(value) for value in values])
+        return (sum if name == NUM_SAMPLES else mean)([to_cpu_value(value) for value in values])
 
     merged = _merge(results, combine, raises)
     return {name: float(n) if isinstance(n, MetricValue) else n for name, n in merged.items()}

@@ -134,7 +134,7 @@ def try_copy(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def preserving(owner: Any, deep_except: Iterable[Any] | None = None) -> Iterator[None]:
+def preserving_attributes(owner: Any, deep_except: Iterable[Any] | None = None) -> Iterator[None]:
     """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
 
     With `deep_except`, also restore what these contain, such as tensors and metrics, except these

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.nested import check_rows, describe, preserving
+from raysgd._internal.nested import check_rows, describe, preserving_attributes
 from raysgd.data.source import BatchSource, SourceBatch
 from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.metrics_recorder import MetricsRecorder
@@ -141,7 +141,7 @@ class Evaluation:
         source = train_state.data.source_or_missing("validation")
         if isinstance(source.loader, Iterator):
             return None
-        with preserving(self._recorder), train_state.restoring_state(self._operator):
+        with preserving_attributes(self._recorder), train_state.preserving_state(self._operator):
             metrics = self.validate(request)
         source.end_processes()
         return metrics

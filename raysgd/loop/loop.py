@@ -113,9 +113,9 @@ class Loop:
         if request.min_splits:
             train_state.micro_batching.increase_num_splits(request.min_splits)
         train_state.timers.enabled = request.profile
-        trained_on = train_state.data.trains_on
+        trained_on = train_state.data.training_source_name
         source = train_state.data.select_training(request.dataset)
-        if train_state.data.trains_on != trained_on:
+        if train_state.data.training_source_name != trained_on:
             self._position.offset = 0  # of another epoch
             self.source.discard_unread()
         source.change_partition(shares=request.shares)
@@ -282,7 +282,7 @@ class Loop:
         # Use the batch size of the full group, although this worker is still alone.
         source.repartition(settings.options.num_workers, 0, worker_batch_size)
         try:
-            with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
+            with train_state.preserving_state(self.operator), contextlib.suppress(WarmedUp):
                 train_state.update.begin_warm_up()
                 segment = train_state.segment = Segment(
                     train_state, source, self.control, max_steps=1, steps_left=1, read_limit=1

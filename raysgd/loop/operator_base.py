@@ -15,7 +15,7 @@ from raysgd.loop.metrics_recorder import optimizer_metrics
 from raysgd.loop.segment import Segment, allow_split
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.update import MicroBatchMetrics
-from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, on_cpu
+from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, to_cpu_value
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +331,7 @@ def as_metrics(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
         if not isinstance(key, str):
             raise TypeError(f"{name} named a metric {key!r}. The name must be a string.")
     count = result.get(NUM_SAMPLES, 1)
-    if (type(count) is not int or count < 0) and not isinstance(count := on_cpu(count), bool):
+    if (type(count) is not int or count < 0) and not isinstance(count := to_cpu_value(count), bool):
         check_number(f"{name} returned ", NUM_SAMPLES, count)
     return result
 
@@ -358,12 +358,12 @@ def has_validation_loader(operator: OperatorBase) -> bool:
     return operator._train_state.data.has("validation")
 
 
-def check_operator(trainer: str, operator_cls: Any, base: type[Any], public_name: str) -> None:
+def check_operator(caller: str, operator_cls: Any, base: type[Any], public_name: str) -> None:
     """Check a trainer's operator class. `public_name` is the public name of its base class."""
     fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
     if not fits:
         raise TypeError(
-            f"{trainer}(training_operator_cls=...) must be a subclass of {public_name} (the class, "
+            f"{caller}(training_operator_cls=...) must be a subclass of {public_name} (the class, "
             f"not an instance), but it is {operator_cls!r:.200}."
         )
     if operator_cls.setup is base.setup:

@@ -51,11 +51,11 @@ class OperatorRunner(Runner, ABC):
     def rejoin(self, context: WorkerContext, leader_rank: int) -> str | None:
         self._set_config_size(context)
         loop, train_state = self._hosted_loop, self._train_state
-        position = train_state.saved_position()
+        position = train_state.position_to_save()
         train_state.begin_generation(context)
         state = load_from_leader(loop, leader_rank) if context.distributed else None
         train_state.lacks_state = False
-        if train_state.saved_position() != position:
+        if train_state.position_to_save() != position:
             loop.source.discard_unread()  # otherwise, the next segment may continue it
         if not train_state.state_status.is_complete:
             loop.snapshots.clear()

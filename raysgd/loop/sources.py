@@ -26,7 +26,7 @@ class DataSources(ABC):
         self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
         self.registered_loaders: dict[str, Any] = {}
         """The newest loaders, as user code passed them. Keys: train, validation."""
-        self.trains_on = "train"
+        self.training_source_name = "train"
 
     @abstractmethod
     def wrap(self, loader: Any, training: bool) -> BatchSource:
@@ -109,14 +109,14 @@ class DataSources(ABC):
         return source
 
     def select_training(self, dataset: Dataset | None) -> BatchSource:
-        """Return the source to train on, and remember its name in `trains_on`."""
+        """Return the source to train on, and remember its name in `training_source_name`."""
         name = "train" if dataset is None else f"dataset {dataset.uid}"
         if dataset is not None and not self.has(name):
             source = self.wrap(dataset, training=True)
             self._sources = {k: v for k, v in self._sources.items() if not k.startswith("dataset")}
             self._sources[name] = source
             source.set_batch_size(dataset.batch_size, follows_config=False)
-        self.trains_on = name
+        self.training_source_name = name
         return self.source_or_missing(name)
 
     def warn_of_stale_ranks(self) -> None:
@@ -201,12 +201,12 @@ class DataSources(ABC):
     @property
     def training_source(self) -> BatchSource:
         """The source that the operator trains on."""
-        return self.source_or_missing(self.trains_on)
+        return self.source_or_missing(self.training_source_name)
 
     @property
     def knows_sizes(self) -> bool:
         """Whether the sizes of all batches of training are known, unless there is no loader."""
-        source = self._sources.get(self.trains_on)
+        source = self._sources.get(self.training_source_name)
         return source is None or source.knows_sizes
 
     def end_processes(self) -> None:

@@ -66,11 +66,11 @@ def read_state(loop: Loop, is_snapshot: bool = False, frozen: bool = True) -> di
     """
     train_state, data = loop.train_state, loop.train_state.data
     state: dict[str, Any] = {"global_step": train_state.position.global_step}
-    if shards := train_state.placement.saved_shards():
+    if shards := train_state.placement.shards_to_save():
         state[SHARDS] = shards
         if train_state.context.world_rank != 0:
             return state
-    state |= {"operator": loop.operator.state_dict(), "data": train_state.saved_position()}
+    state |= {"operator": loop.operator.state_dict(), "data": train_state.position_to_save()}
     state["epoch"] = train_state.position.epoch + (train_state.position.offset > 0)
     if not is_snapshot:
         state["data"]["loaders"] = data.loader_summaries
@@ -89,7 +89,7 @@ def _small_entries(loop: Loop) -> dict[str, Any]:
     return {
         "global_step": train_state.position.global_step,
         "operator": loop.operator.state_dict(),
-        "data": train_state.saved_position(),
+        "data": train_state.position_to_save(),
         "call": loop.recorder.export_call(),
         "batching": train_state.data.batching(),
         "module_modes": loop.state_access.module_modes(),

@@ -11,7 +11,7 @@ class StatePlacement:
     """Knows which worker has which shards of the models and of the states of optimizers.
 
     In this class, every worker has all of both. Subclasses shard them over the workers. For a file,
-    `read_state` calls `saved_shards` on each worker, and `merge_shards` of the driver merges them.
+    `read_state` calls `shards_to_save` on each worker, and the driver merges them (`merge_shards`).
     A file has no shards: each worker gets all of it, and `load_shards` keeps the worker's shard.
     """
 
@@ -42,7 +42,7 @@ class StatePlacement:
 
     # ---- files, snapshots, and exports
 
-    def saved_shards(self) -> Sequence[Any]:
+    def shards_to_save(self) -> Sequence[Any]:
         """Return the pieces that this worker saves, by optimizer."""
         return ()
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
-from raysgd._internal.nested import map_leaves, preserving
+from raysgd._internal.nested import map_leaves, preserving_attributes
 from raysgd._internal.progress import StateStatus
 from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import StepTiming
@@ -71,7 +71,7 @@ class RandomGenerators:
     def loadable_states(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
         """Return checked states of all workers, or () if the number of workers has changed."""
         try:
-            with self.preserving():
+            with self.preserving_state():
                 for state in states:
                     self.set(state)
         except Exception as error:
@@ -82,7 +82,7 @@ class RandomGenerators:
         return states if len(states) == num_workers else ()
 
     @contextlib.contextmanager
-    def preserving(self) -> Iterator[None]:
+    def preserving_state(self) -> Iterator[None]:
         before = self.state()
         try:
             yield
@@ -155,7 +155,7 @@ class TrainState(ABC):
 
     # ---- position
 
-    def saved_position(self) -> dict[str, Any]:
+    def position_to_save(self) -> dict[str, Any]:
         own, names = self.position, ("epoch", "offset", "validation_offset")
         position = {name: getattr(own, name) for name in names} | {"seed": self.data.seed}
         if (global_batch := self.data.training_source.global_batch_size) is not None:
@@ -164,8 +164,8 @@ class TrainState(ABC):
             position["loader_seeds"] = loader_seeds
         if self.micro_batching.num_splits > 1:
             position["split"] = self.micro_batching.num_splits
-        if self.data.trains_on != "train":
-            position["trains_on"] = self.data.trains_on
+        if self.data.training_source_name != "train":
+            position["trains_on"] = self.data.training_source_name
         if resume_info := self.data.training_source.resume_info(own.epoch, own.offset):
             # In older versions, only streams had this information. Their key stays in checkpoints.
             position["stream"] = resume_info
@@ -175,7 +175,7 @@ class TrainState(ABC):
         own = self.position
         own.epoch, own.offset, own.global_step = position["epoch"], position["offset"], global_step
         own.validation_offset = position.get("validation_offset", 0)
-        self.data.trains_on = position.get("trains_on", "train")
+        self.data.training_source_name = position.get("trains_on", "train")
         self.micro_batching.num_splits = position.get("split", 1)
         self.data.reseed(position.get("seed", self.data.seed), position.get("loader_seeds"))
         self.data.training_source.load_resume_info(position.get("stream", {}))
@@ -272,19 +272,19 @@ class TrainState(ABC):
         self.saved_modes = []
 
     @contextlib.contextmanager
-    def restoring_state(self, operator: Any) -> Iterator[None]:
+    def preserving_state(self, operator: Any) -> Iterator[None]:
         """Restore the operator, the models, random numbers, and this state at the end."""
         with (
-            self.generators.preserving(),
-            preserving(operator, [self, *self.features]),
-            self.restoring_models(),  # which may find out that this state is damaged
-            preserving(self.position),
-            preserving(self),
+            self.generators.preserving_state(),
+            preserving_attributes(operator, [self, *self.features]),
+            self.preserving_models(),  # which may find out that this state is damaged
+            preserving_attributes(self.position),
+            preserving_attributes(self),
         ):
             yield
 
     @abstractmethod
-    def restoring_models(self) -> contextlib.AbstractContextManager[None]:
+    def preserving_models(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that restores the models at its end."""
 
     def can_complete(self, snapshot: Mapping[str, Any]) -> bool:

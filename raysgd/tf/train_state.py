@@ -69,7 +69,7 @@ class KerasTrainState(TrainState):
             self.graphs = StepGraphs(trainable)
 
     @contextlib.contextmanager
-    def restoring_models(self) -> Iterator[None]:
+    def preserving_models(self) -> Iterator[None]:
         weights = [variable for model in self.models for variable in model.weights]
         saved = [tf.identity(variable.value) for variable in weights]
         try:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from raysgd._internal.nested import preserving
+from raysgd._internal.nested import preserving_attributes
 from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.train_state import RandomGenerators, TrainState
 from raysgd.torch.collectives import TorchCollectives
@@ -72,14 +72,14 @@ class TorchTrainState(TrainState):
             yield
 
     @contextlib.contextmanager
-    def restoring_models(self) -> Iterator[None]:
+    def preserving_models(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             self.buffer_backup.take()  # which the next line restores
             stack.callback(self.roll_back)
             for model in self.models if self.has_all_parameters else ():
                 for module in (model, *model.modules()):  # the model may be a wrapper
                     if not isinstance(module, LazyModuleMixin):  # which the first batch completes
-                        stack.enter_context(preserving(module))
+                        stack.enter_context(preserving_attributes(module))
             yield
 
     def can_complete(self, snapshot: Mapping[str, Any]) -> bool:

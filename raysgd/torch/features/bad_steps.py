@@ -70,7 +70,7 @@ class BadStepFilter(UpdateFeature):
                 "With bad_steps and sharding, an update has one step of the optimizer. The first "
                 "step could not be undone. Add up the losses, and step once."
             )
-        norm = float(exchange.norm(precision.parameters(optimizer))[1])
+        norm = float(exchange.gradients_and_norm(precision.parameters(optimizer))[1])
         loss = exchange.all_reduce_sum(float(self._loss_term)) / self._num_averaging_workers
         loss *= exchange.gradient_factor
         usual, kind = statistics.median(self._losses or [math.inf]), _GOOD

@@ -33,7 +33,7 @@ class GradientClipping(UpdateFeature):
         if update.bad_step is None and (self._is_logged or self._max_norm is not None):
             train_state, precision = self._train_state, self._train_state.precision
             precision.unscale(optimizer)
-            tensors, norm = train_state.exchange.norm(precision.parameters(optimizer))
+            tensors, norm = train_state.exchange.gradients_and_norm(precision.parameters(optimizer))
             train_state.gradient_norms[id(optimizer)] = norm
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(tensors, self._max_norm, norm)

@@ -25,7 +25,7 @@ from raysgd.data.source import set_loader_epoch
 from raysgd.data.stream import SampleKeys
 from raysgd.loop.train_state import RandomGenerators
 
-HUGE = 2**24
+MAX_EAGER_ORDER = 2**24
 """Number of samples above which a shuffled order is computed where it is read."""
 
 
@@ -69,7 +69,7 @@ def seeding(seed: int, generator: Any = None) -> Iterator[None]:
     """
     generator = generator if isinstance(generator, torch.Generator) else torch.Generator()
     before = generator.get_state()
-    with RandomGenerators().preserving(), torch.random.fork_rng(devices=[]):
+    with RandomGenerators().preserving_state(), torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         for each in (torch.default_generator, generator):  # torch.manual_seed also reseeds GPUs
@@ -100,7 +100,9 @@ def draw_order(sampler: Any, seed: int) -> Order:
         if is_plain_shuffle(sampler):
             size = len(sampler.data_source)
             return (
-                torch.randperm(size) if size <= HUGE else LazyPermutation(size, sampler.replacement)
+                torch.randperm(size)
+                if size <= MAX_EAGER_ORDER
+                else LazyPermutation(size, sampler.replacement)
             )
         # Stop an endless sampler after its length. Let others end, and perhaps count their epochs.
         iterator = iter(sampler)
@@ -120,7 +122,7 @@ def is_plain_shuffle(sampler: Any) -> bool:
     if type(sampler) is not RandomSampler:
         return False
     size = len(sampler.data_source)
-    return size > HUGE or (not sampler.replacement and sampler.num_samples == size)
+    return size > MAX_EAGER_ORDER or (not sampler.replacement and sampler.num_samples == size)
 
 
 def pick_keys(order: Order, start: int, stop: int) -> list[Any]:
@@ -167,7 +169,7 @@ class EpochOrder:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         sampler = sampler_of(loader)
-        if type(sampler) is DistributedSampler and len(sampler) > HUGE:  # it lists all indices
+        if type(sampler) is DistributedSampler and len(sampler) > MAX_EAGER_ORDER:  # it lists all
             kind: Any = RandomSampler if sampler.shuffle else SequentialSampler
             sampler = kind(sampler.dataset)
         self.sampler, self._loader = sampler, loader

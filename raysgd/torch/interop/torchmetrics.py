@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.metrics import MergeableMetric, on_cpu, values_of
+from raysgd.metrics import MergeableMetric, to_cpu_value, values_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -117,5 +117,5 @@ def compute_logged(logged: Mapping[str, Any]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for name, value in logged.items():
         is_merged = isinstance(value, MergeableMetric)
-        metrics |= values_of(name, value) if is_merged else {name: on_cpu(value)}
+        metrics |= values_of(name, value) if is_merged else {name: to_cpu_value(value)}
     return metrics

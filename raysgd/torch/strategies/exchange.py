@@ -46,7 +46,7 @@ class GradientExchange(UpdateFeature):
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Combine the gradients that the backward passes have not, before an optimizer steps."""
 
-    def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+    def gradients_and_norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         """Return the tensors with this worker's gradients of some parameters, and their norm.
 
         The norm covers all workers. Features need it in `before_optimizer_step`.

@@ -149,12 +149,12 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
             self._shard_models()
         return load
 
-    def saved_shards(self) -> list[list[SavedPiece]]:
+    def shards_to_save(self) -> list[list[SavedPiece]]:
         names: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for index, param_indices in enumerate(self.modules.names):
             for name, param_index in param_indices.items():
                 names[param_index].append((index, name))
-        return [self.saved_pieces(names)]
+        return [self.pieces_to_save(names)]
 
     @torch.no_grad()
     def _shard_models(self) -> None:
@@ -221,12 +221,12 @@ class FullyShardedExchange(GroupExchange):
         buffers = [buffer for model in self._synced_models for buffer in model.buffers()]
         self._train_state.collectives.broadcast_tensors(buffers, src=0)
 
-    def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        local, norm = super().norm([SimpleNamespace(grad=g.to_local()) for g in gradients])
+    def gradients_and_norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        local = [SimpleNamespace(grad=p.grad.to_local()) for p in parameters if p.grad is not None]
+        tensors, norm = super().gradients_and_norm(local)
         squared = norm.square()
         dist.all_reduce(squared)
-        return local, squared.sqrt()
+        return tensors, squared.sqrt()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return self._modules.gathering_on_demand()

@@ -132,7 +132,8 @@ class OptimizerShards(UpdateFeature):
     def apply_updates(self) -> None:
         """Copy the updates of all workers into the parameters."""
         pairs = []
-        for shard, buffers in self._shard_layout.exchange(self._buffers, self._device).items():
+        updates = self._shard_layout.all_gather_updates(self._buffers, self._device)
+        for shard, buffers in updates.items():
             for param_index, updated in buffers.views.items():
                 start, stop = self._shard_layout.shards[shard][param_index]
                 pairs.append((flat(self._parameters[param_index])[start:stop], updated))
@@ -288,7 +289,7 @@ class OptimizerShards(UpdateFeature):
     def sync_initial_state(self) -> None:
         self._token = self._train_state.collectives.broadcast(lambda: self._token, 0)
 
-    def saved_pieces(self, names: Mapping[int, Any] | None = None) -> list[SavedPiece]:
+    def pieces_to_save(self, names: Mapping[int, Any] | None = None) -> list[SavedPiece]:
         """Return this worker's pieces of the optimizer's state, and of models with `names`."""
         return [
             {
@@ -410,8 +411,8 @@ class ShardedOptimizersPlacement(StatePlacement):
         for feature, exported in zip(self.features, shards, strict=True):
             feature.import_shards(exported)
 
-    def saved_shards(self) -> list[list[SavedPiece]]:
-        return [feature.saved_pieces() for feature in self.features]
+    def shards_to_save(self) -> list[list[SavedPiece]]:
+        return [feature.pieces_to_save() for feature in self.features]
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
         for feature, saved in zip(self.features, state["optimizers"], strict=True):

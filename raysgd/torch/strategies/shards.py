@@ -164,7 +164,7 @@ class ShardLayout:
             new.views.update(zip(lengths, buffer.split(list(lengths.values())), strict=True))
         return new
 
-    def exchange(
+    def all_gather_updates(
         self, held: dict[int, ShardBuffers], device: torch.device
     ) -> dict[int, ShardBuffers]:
         """Return the updated elements of all shards. Every rank must call this with those it holds.

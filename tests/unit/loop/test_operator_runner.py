@@ -244,7 +244,7 @@ def test_generators_continue_from_lists():
         generators.set(given)
         numbers.append((random.random(), np.random.random()))
     assert len(set(numbers)) == 1
-    with generators.preserving():
+    with generators.preserving_state():
         random.random()
     expected = random.random()
     generators.set(state)

@@ -184,7 +184,7 @@ def test_a_sanity_check_changes_neither_the_losses_of_training_nor_weights():
     with TFTrainer(training_operator_cls=TwoOutputs, use_local=True) as trainer:
         train_state = trainer.get_local_operator()._train_state
         kernel = train_state.models[0].weights[0]
-        with train_state.restoring_models():
+        with train_state.preserving_models():
             kernel.assign(kernel * 0)
         assert kernel.numpy().any()
         (result,) = trainer.fit(1)

@@ -289,7 +289,7 @@ class Player:
             setattr(kind, name, watched)
 
         watch(OptimizerShards, "_await_workers", "barrier", "passed", "update", "gathered")
-        watch(ShardLayout, "exchange", "update", "gathered")
+        watch(ShardLayout, "all_gather_updates", "update", "gathered")
 
     def at(self, moment):
         step = self.runner._train_state.segment and self.runner._train_state.position.global_step

@@ -304,6 +304,6 @@ def test_a_sanity_check_restores_attributes_of_a_wrapper(process_group):
     state = TorchTrainState(TorchSettings(context=WorkerContext(distributed=True)))
     model = replicated_model.wrap(torch.nn.Linear(1, 1), torch.device("cpu"), {})
     model.calls, state.models = 0, [model]
-    with state.restoring_models():
+    with state.preserving_models():
         model.calls += 1
     assert model.calls == 0

@@ -197,14 +197,14 @@ def test_each_worker_holds_and_loads_only_its_share_of_the_state(process_group, 
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         fresh = torch.optim.AdamW(model.parameters())
         fresh.load_state_dict(state)
-        shards.append(divided(fresh, copies=0).saved_pieces())
+        shards.append(divided(fresh, copies=0).pieces_to_save())
         assert fresh.state_dict()["state"] == {}
         held = sum(v.nbytes for part in shards[-1] for v in part["values"].values() if v.dim())
         assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in model.parameters())
         old = map_leaves(state, lambda x: x.item() if getattr(x, "shape", 0) == () else x)
         for load in (TorchStateAccess(train_state).load, train_state.placement.load_shards):
             load({"models": [model.state_dict()], "optimizers": [old]})
-        check_equal(train_state.placement.saved_shards(), [shards[-1]])
+        check_equal(train_state.placement.shards_to_save(), [shards[-1]])
         assert not loaded  # whole tensors, which would be on the device
     parts = {"optimizers": [{**state, "state": {}}], "shards": [[each] for each in shards]}
     check_equal(merge_shards(parts)["optimizers"], [state])
