@@ -120,7 +120,7 @@ class Loop:
             self.source.discard_unread()
         source.change_partition(shares=request.shares)
         self.source = source
-        train_state.timing.num_loader_workers = getattr(source.loader, "num_workers", None)
+        train_state.step_timing.num_loader_workers = getattr(source.loader, "num_workers", None)
 
     def _add_due_log_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""

@@ -32,7 +32,7 @@ class Factors(NamedTuple):
     loss: float
 
 
-class Items(NamedTuple):
+class ItemCounts(NamedTuple):
     """The items of the newest losses on this worker, without repeated samples."""
 
     num_items: float | None = None  # the count of the losses, if they have one
@@ -100,10 +100,10 @@ class LossWeights:
 
     def reset(self) -> None:
         self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
-        self.num_earlier = 0  # earlier micro-batches of the update that have one
-        self.lack_items = False  # on all workers, so that the next optimizer step is skipped
+        self.num_earlier_losses = 0  # earlier micro-batches of the update that have one
+        self.has_no_items = False  # on all workers, so that the next optimizer step is skipped
         self.awaits_count = True  # the next loss sets the count of the micro-batch
-        self._newest = Items()
+        self._newest = ItemCounts()
         self._divisor = 1.0  # total or planned total of the newest losses
 
     def begin_generation(self) -> None:
@@ -111,26 +111,26 @@ class LossWeights:
         self._expected_total = None
 
     def begin_micro_batch(self) -> None:
-        self.num_earlier += self.has_loss
+        self.num_earlier_losses += self.has_loss
         self.has_loss, self.awaits_count = False, True
 
     def end_step(self) -> None:
         # The next loss may be for another optimizer, and sets the count again. With earlier
         # micro-batches, the losses of all optimizers share the count of the first.
-        self.awaits_count = self.awaits_count or not self.num_earlier
+        self.awaits_count = self.awaits_count or not self.num_earlier_losses
 
     def set_total_items(self, num_items: float) -> float:
         """Set the total that the exchange has counted, and return the factor of its sums.
 
         Without items, skip the next step.
         """
-        self.lack_items = not num_items
+        self.has_no_items = not num_items
         return self._divisor / (num_items or 1)
 
     @property
     def uses_backward(self) -> bool:
         """Whether user code has passed a loss of the update to `backward` of the operator."""
-        return self.has_loss or self.num_earlier > 0
+        return self.has_loss or self.num_earlier_losses > 0
 
     @property
     def counted_items(self) -> float | None:
@@ -155,7 +155,7 @@ class LossWeights:
         # In a loop of user code, whose updates never open, each loss is an update.
         self.awaits_count = self.awaits_count or update.micro_batch_index < 0
         if count.is_sum:
-            self.lack_items = False
+            self.has_no_items = False
             return Factors(
                 1.0, 0.0 if update.micro_batch.is_repeated else float(num_averaging_workers)
             )
@@ -167,10 +167,11 @@ class LossWeights:
             if not divides_by_counts:
                 planned, total = self._totals(num_averaging_workers, all_reduce)
             if total or self.awaits_count:  # an earlier loss of the batch may have had items
-                self._divisor, self.lack_items = total, not total
+                self._divisor, self.has_no_items = total, not total
             self.awaits_count = False
-            if self.num_earlier and total and not math.isclose(total, planned, rel_tol=1e-12):
-                earlier = planned / total
+            if self.num_earlier_losses and total:
+                is_as_planned = math.isclose(total, planned, rel_tol=1e-12)
+                earlier = 1.0 if is_as_planned else planned / total
         elif num_items not in (None, self._newest.num_items):
             raise ValueError(
                 f"backward(num_items={num_items!r}) follows num_items={self._newest.num_items} for "
@@ -180,9 +181,9 @@ class LossWeights:
         items = self._newest.in_micro_batch
         return Factors(earlier, items * num_averaging_workers / self._divisor if items else 0.0)
 
-    def _items_of_loss(self, num_items: float | None) -> Items:
+    def _items_of_loss(self, num_items: float | None) -> ItemCounts:
         micro_batch, earlier = self._update.micro_batch, self._newest
-        if self.num_earlier and (earlier.num_items is None) != (num_items is None):
+        if self.num_earlier_losses and (earlier.num_items is None) != (num_items is None):
             raise ValueError(
                 "backward(num_items=...) was passed for some batches of an accumulation "
                 "group. Pass it for all of them or for none."
@@ -191,7 +192,8 @@ class LossWeights:
         if items is None:
             items = micro_batch.weight
         items = 0.0 if micro_batch.is_repeated else float(items)
-        return Items(num_items, items, items + (earlier.so_far if self.num_earlier else 0.0))
+        so_far = items + (earlier.so_far if self.num_earlier_losses else 0.0)
+        return ItemCounts(num_items, items, so_far)
 
     def _totals(self, num_averaging_workers: int, all_reduce: Reduce) -> tuple[float, float]:
         """Return the planned total, and the total, or the planned one until it is known."""

@@ -23,7 +23,7 @@ class MetricsRecorder:
 
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
-        self._totals_before = self._totals_at_point = train_state.timing.totals
+        self._totals_before = self._totals_at_point = train_state.step_timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
         self.own_metrics: list[tuple[int, Mapping[str, Any]]] = []
         self._points: deque[LogPoint] = deque()  # another thread calls `unacknowledged_log_points`
@@ -34,7 +34,7 @@ class MetricsRecorder:
         self.clear()
         self._points.clear()
         train_state.timers.reset()
-        self._totals_before = self._totals_at_point = train_state.timing.totals
+        self._totals_before = self._totals_at_point = train_state.step_timing.totals
 
     def clear(self) -> None:
         """Discard all metrics."""
@@ -82,7 +82,7 @@ class MetricsRecorder:
                 metrics = pack(metrics)
         elif is_leaving:
             return
-        timing, position = train_state.timing.totals, train_state.position
+        timing, position = train_state.step_timing.totals, train_state.position
         call.last_log_step = position.global_step
         self._points.append(
             LogPoint(
@@ -107,7 +107,7 @@ class MetricsRecorder:
         """Return the metrics of the call. For a leaving worker, omit those that all others have."""
         result = merge_segment_metrics(self._segment_metrics(is_leaving))
         timers = self._train_state.timers
-        before, now = self._totals_before, self._train_state.timing.totals
+        before, now = self._totals_before, self._train_state.step_timing.totals
         num_steps = now.num_steps - before.num_steps
         means = {
             f"mean_{key}_s": (now.seconds[phase] - before.seconds[phase]) / num_steps

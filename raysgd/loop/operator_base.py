@@ -191,7 +191,7 @@ class OperatorBase:
         # Within an epoch of training, the loop has not prepared the evaluation.
         evaluating = train_state.evaluating if is_training else contextlib.nullcontext
         try:
-            with train_state.timing.paused(), evaluating(), self._eval_mode():
+            with train_state.step_timing.paused(), evaluating(), self._eval_mode():
                 for batch_idx, batch in enumerate(val_iterator):
                     batch_info = self._batch_info(info, batch_idx, iterator=val_iterator)
                     result = self.validate_batch(batch, batch_info)
@@ -255,7 +255,7 @@ class OperatorBase:
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
         update.hold_metrics([MicroBatchMetrics(metrics, weight, micro_batch.ends_step)])
-        self._train_state.timing.num_samples += float(weight)
+        self._train_state.step_timing.num_samples += float(weight)
         if not update.is_open:  # train_epoch has its own batches
             self._train_state.add_metrics(update.pop_metrics())
 

@@ -155,7 +155,7 @@ class OperatorRunner(Runner, ABC):
         measured = progress.Measurements(
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=train_state.read_speed(),
-            timing=train_state.timing.totals,
+            timing=train_state.step_timing.totals,
             log_points=recorder.unacknowledged_log_points(acknowledged_step),
         )
         start, bad_steps = train_state.call.start_step, train_state.bad_steps
@@ -193,7 +193,7 @@ class OperatorRunner(Runner, ABC):
         with self.control.deferring_ctrl_c():
             match request:
                 case requests.TrainRequest():
-                    with self._train_state.timing.running():
+                    with self._train_state.step_timing.running():
                         return self._hosted_loop.train(request)
                 case requests.ValidateRequest(is_sanity_check=True):
                     return self._hosted_loop.evaluation.sanity_check(request)

@@ -74,7 +74,7 @@ class Segment(Iterator[Any]):
 
     def __next__(self) -> Any:
         self.was_read = True
-        self._train_state.timing.begin(OTHER)
+        self._train_state.step_timing.begin(OTHER)
         self.commit_if_done()
         if self._update.is_open or not self.epoch_is_over:  # otherwise, count the epoch first
             self._control.raise_if_interrupted()
@@ -84,7 +84,7 @@ class Segment(Iterator[Any]):
         num_batches = len(self._update.plan.micro_batches)
         batch_is_last = self._is_exhausted or len(self._drawn) == num_batches
         self._train_state.begin_micro_batch(micro_batch, batch_is_last and not self._micro_batches)
-        self._train_state.timing.begin(self._train_state.timing.batch_phase)
+        self._train_state.step_timing.begin(self._train_state.step_timing.batch_phase)
         return samples
 
     def commit_if_done(self, raised: bool = False) -> None:
@@ -138,7 +138,7 @@ class Segment(Iterator[Any]):
 
     def _prefetch(self) -> None:
         """Prefetch a batch, unless any rank has no more batches."""
-        timing = self._train_state.timing
+        timing = self._train_state.step_timing
         timing.begin(DATA)
         try:
             self._prefetched = self._control.next_batch(self._batches, None)

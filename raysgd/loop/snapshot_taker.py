@@ -87,7 +87,7 @@ class SnapshotTaker:
             # The clocks of the ranks differ, but all shards must be of one step.
             due = bool(train_state.collectives.all_reduce_min(int(due))[0])
         if due and (has_shards or not self._is_sending):
-            with train_state.timing.within(SAVE):
+            with train_state.step_timing.within(SAVE):
                 self._take()
 
     @contextlib.contextmanager

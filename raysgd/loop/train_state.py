@@ -110,7 +110,7 @@ class TrainState(ABC):
         self.settings = settings
         self.timers = TimerCollection()
         self.timers.enabled = False
-        self.timing = StepTiming()
+        self.step_timing = StepTiming()
         self.read_speed: Callable[[], float] = float
         """Returns the samples per second of this worker; 0 if unknown. Another thread calls it."""
         self.lacks_state = False  # joins the group, and does not have its state yet
@@ -200,7 +200,7 @@ class TrainState(ABC):
             feature.before_commit(update)
         update.commit()
         position.global_step, position.offset = position.global_step + num_steps, offset
-        self.timing.num_steps += num_steps
+        self.step_timing.num_steps += num_steps
         errors = []
         for feature in self.features_by_hook["commit"]:
             try:

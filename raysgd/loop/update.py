@@ -86,7 +86,7 @@ class Update:
     `complete_gradients`      torch/optimization          the exchange averages what no pass has
     `before_optimizer_step`   torch/optimization          features clip gradients, or `mark_bad`
     `mark_bad`                torch/features/bad_steps    no step is made, as without items on all
-                                                          workers: ``lack_items`` is set
+                                                          workers: ``has_no_items`` is set
     `OptimizerSteps.make`     torch/optimization          the optimizer steps, if nothing overflows
     `check_direct_step`       torch/optimization          `StepChecks` rejects ``optimizer.step()``
                                                           of user code that ignores features
@@ -266,7 +266,7 @@ class OptimizerSteps:
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
         weights, self.running_optimizer = self._update.loss_weights, None
-        self.are_skipped = weights.lack_items and (self.are_skipped or not self.counts)
+        self.are_skipped = weights.has_no_items and (self.are_skipped or not self.counts)
         weights.end_step()
         self.num_ended += 1
         self.came_late = not self._update.is_open

@@ -215,9 +215,9 @@ class TrainingOperator(OperatorBase):
         optimizer = self._only_registered("optimizer") if optimizer is None else optimizer
         models = as_list(self._only_registered("model") if model is None else model)
         variables = [variable for each in models for variable in each.trainable_variables]
-        with train_state.timing.within(BACKWARD):
+        with train_state.step_timing.within(BACKWARD):
             result, gradients = train_state.graphs.gradients(loss_of, tensors, optimizer, variables)
-        with train_state.timing.within(OPTIMIZER):
+        with train_state.step_timing.within(OPTIMIZER):
             train_state.optimization.step(optimizer, gradients, variables)
         return result
 

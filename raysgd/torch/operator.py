@@ -112,7 +112,7 @@ class TrainingOperator(OperatorBase):
         model = self._get_single("model", "train_batch")
         optimizer = self._get_single("optimizer", "train_batch")
         batch = self.to_device(batch)
-        self._train_state.timing.begin(FORWARD)
+        self._train_state.step_timing.begin(FORWARD)
         read = parse_batch(batch, model)
         with self.autocast():
             # Without a name, the output needs no memory in the backward pass.
@@ -376,7 +376,7 @@ class TrainingOperator(OperatorBase):
             if num_items is not None:
                 raise TypeError("backward(num_items=..., num_samples=...): pass only num_items.")
             num_items = num_samples
-        timing, segment = self._train_state.timing, self._train_state.segment
+        timing, segment = self._train_state.step_timing, self._train_state.segment
         timing.begin(BACKWARD)
         self._update_features.optimization.backward(loss, num_items, segment)
         timing.begin(OTHER)
@@ -388,7 +388,7 @@ class TrainingOperator(OperatorBase):
         method for every batch. Only the last batch of a group makes an update. Return whether
         this batch was the last of its group.
         """
-        timing = self._train_state.timing
+        timing = self._train_state.step_timing
         timing.begin(OPTIMIZER)
         is_last = self._update_features.optimization.step(optimizer)
         timing.begin(OTHER)
@@ -412,7 +412,7 @@ class TrainingOperator(OperatorBase):
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""
         if self.device.type == "cpu":
             return batch
-        with self._train_state.timing.within(COPY):
+        with self._train_state.step_timing.within(COPY):
             return move_to_device(batch, self.device)
 
     def _seed_worker(self) -> None:

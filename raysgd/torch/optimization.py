@@ -54,7 +54,7 @@ class Optimization(UpdateFeature):
     # ---- a micro-batch
 
     def begin_micro_batch(self, update: Update) -> None:
-        if update.loss_weights.num_earlier:
+        if update.loss_weights.num_earlier_losses:
             for optimizer in self._train_state.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
 
@@ -111,15 +111,15 @@ class Optimization(UpdateFeature):
             self._accumulated.set_aside(parameters_of(optimizer))
             return False
         self._train_state.exchange.complete_gradients(optimizer)
-        if not update.loss_weights.lack_items:
+        if not update.loss_weights.has_no_items:
             for feature in self._train_state.features_by_hook["before_optimizer_step"]:
                 feature.before_optimizer_step(update, optimizer)
-        if update.loss_weights.lack_items or update.bad_step is not None:
+        if update.loss_weights.has_no_items or update.bad_step is not None:
             update.optimizer_steps.skip(optimizer)
         else:
             update.optimizer_steps.make(optimizer, self._train_state.precision.step)
         optimizer.zero_grad(set_to_none=True)
-        if update.loss_weights.num_earlier:
+        if update.loss_weights.num_earlier_losses:
             for parameter in parameters_of(optimizer):
                 self._accumulated.restored.pop(parameter, None)
         return True
@@ -150,11 +150,11 @@ class Optimization(UpdateFeature):
             raise WarmedUp
         closure = args[1] if args[1:] else kwargs.get("closure")
         if not update.optimizer_steps.is_requested:
-            self._train_state.timing.begin(OPTIMIZER)
+            self._train_state.step_timing.begin(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.complete_gradients(optimizer)
-                if update.loss_weights.lack_items:
+                if update.loss_weights.has_no_items:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
         update.optimizer_steps.begin(optimizer)
         if closure is None:
@@ -167,7 +167,7 @@ class Optimization(UpdateFeature):
         self._loss_weight = 1.0  # if the closure does not call `backward`
         loss = closure()
         exchange.complete_gradients(optimizer)
-        if weights.lack_items and not weights.awaits_count:  # not of another optimizer's loss
+        if weights.has_no_items and not weights.awaits_count:  # not of another optimizer's loss
             optimizer.zero_grad(set_to_none=True)
         if not isinstance(loss, torch.Tensor):
             return loss
@@ -179,7 +179,7 @@ class Optimization(UpdateFeature):
         steps = self._train_state.update.optimizer_steps
         steps.end(optimizer)
         if not steps.is_requested:
-            self._train_state.timing.begin(OTHER)
+            self._train_state.step_timing.begin(OTHER)
 
     def _inner_step_pre_hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps = self._train_state.update.optimizer_steps

@@ -43,7 +43,7 @@ class TorchTrainState(TrainState):
         options, device = settings.options, settings.device
         self.data = TorchSources(settings, torch.initial_seed() % 2**62)
         if device.type == "cuda":
-            self.timing = StepTiming(functools.partial(torch.cuda.Event, enable_timing=True))
+            self.step_timing = StepTiming(functools.partial(torch.cuda.Event, enable_timing=True))
         self.generators = TorchRandomGenerators()
         self.collectives = TorchCollectives(device)
         self.precision = PRECISIONS[options.use_fp16](device, options.amp_dtype)

@@ -99,7 +99,7 @@ class DDPExchange(UserDDPExchange):
             replicated_model.wrap(model, device, ddp_args, is_criterion=index >= num_given)
             for index, model in enumerate(train_state.models)
         ]
-        train_state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
+        train_state.step_timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
         super().wrap(ddp_args, horovod_args)
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -148,8 +148,8 @@ class DDPExchange(UserDDPExchange):
         without steps of optimizers, the first one counts. Every rank must call this.
         """
         untrained = [passes for passes in self._passes if passes.first_pass is None]
-        skipped = [passes for passes in untrained if passes.first_pass_before is not None]
-        skipped.sort(key=lambda passes: passes.first_pass_before or 0)
+        skipped = [passes for passes in untrained if passes.previous_first_pass is not None]
+        skipped.sort(key=lambda passes: passes.previous_first_pass or 0)
         if not update.optimizer_steps.counts and len(untrained) == len(self._passes):
             skipped = (skipped or untrained)[:1]
         parameters = [parameter for passes in skipped for parameter in passes.model.parameters()]

@@ -136,7 +136,7 @@ class BackwardPasses:
         self.first_pass: int | None = None
         """Number of the first backward pass of this update that computed gradients. It orders
         models."""
-        self.first_pass_before: int | None = None
+        self.previous_first_pass: int | None = None
         """The same for the previous update."""
         self.watches_parameters = False
         """Whether hooks of the parameters detect backward passes, and not only hooks of outputs."""
@@ -237,7 +237,7 @@ class BackwardPasses:
         return averaged
 
     def end_update(self) -> None:
-        self.first_pass_before, self.first_pass = self.first_pass, None
+        self.previous_first_pass, self.first_pass = self.first_pass, None
         self.is_prepared, self.averaged = False, {}
 
     def complete_skipped(self) -> None:
@@ -302,7 +302,7 @@ def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -
     finally:
         set_grad_flags(model.module, before)
     if isinstance(model, ReplicatedModel):
-        model._passes.first_pass_before = None  # as on a replacement worker
+        model._passes.previous_first_pass = None  # as on a replacement worker
     vars(model)["_static_graph_delay_allreduce_enqueued"] = False  # not an attribute of the module
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.

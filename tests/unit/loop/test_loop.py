@@ -384,7 +384,7 @@ def test_profile_names_the_stages_of_a_step(start):
 
 def test_profile_has_the_phases_of_this_call(start, monkeypatch):
     trainer, operator = start()
-    timing, now = operator._train_state.timing, [0.0]
+    timing, now = operator._train_state.step_timing, [0.0]
     monkeypatch.setattr(step_timing, "perf_counter", lambda: now[0])
     backward = operator.backward
 

@@ -247,7 +247,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         context=WorkerContext(world_rank=1, distributed=True),
         state_status=StateStatus(is_complete=False),
         placement=StatePlacement(),
-        timing=StepTiming(),
+        step_timing=StepTiming(),
         position=SimpleNamespace(epoch=0, global_step=7),
         collectives=SimpleNamespace(all_reduce_min=lambda value: [min(value, answers.pop())]),
         copy_leaf=lambda leaf, on_host: leaf,

@@ -331,7 +331,7 @@ class ValidatesFirst(Digits):
         return super().train_epoch(batches(), info)
 
     def validate_batch(self, batch, batch_info):
-        self.phase = self._train_state.timing.phase
+        self.phase = self._train_state.step_timing.phase
         return super().validate_batch(batch, batch_info)
 
 

@@ -36,9 +36,9 @@ def test_an_exchange_that_divides_by_counts_gets_sums_of_items():
         factors = update.loss_weights.add(count, divides_by_counts=True)
         assert factors == (1.0, items / 8)
     assert update.loss_weights.set_total_items(5.0) == 8 / 5
-    assert not update.loss_weights.lack_items
+    assert not update.loss_weights.has_no_items
     update.loss_weights.set_total_items(0.0)
-    assert update.loss_weights.lack_items
+    assert update.loss_weights.has_no_items
 
 
 def test_fixed_parts_are_neither_split_nor_alone():
