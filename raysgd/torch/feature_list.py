@@ -8,8 +8,8 @@ from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_clipping import GradientClipping
 from raysgd.torch.features.guard import ReplicaGuard
+from raysgd.torch.features.lr_scheduling import LRScheduling
 from raysgd.torch.features.rollback import Rollback
-from raysgd.torch.features.schedules import LRScheduling
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.throughput import ThroughputMeter
 from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
@@ -23,7 +23,7 @@ class OperatorFeatures:
     def __init__(self, train_state: TorchTrainState) -> None:
         self.checks = StepChecks(train_state)  # which the next two use too
         self.optimization = Optimization(train_state, self.checks)
-        self.schedules = LRScheduling(train_state, self.checks)
+        self.lr_scheduling = LRScheduling(train_state, self.checks)
         self.averaging = WeightAveraging(train_state)
         self.unregistered_tensors = UnregisteredTensors(train_state)
 
@@ -59,7 +59,7 @@ def features_of(
     yield Rollback(train_state)
     yield train_state.buffer_backup  # for discarded updates
     yield train_state.micro_batching  # of batches that do not fit into memory
-    yield own.schedules  # learning rates
+    yield own.lr_scheduling  # learning rates
     yield own.averaging  # averages of the weights
     if options.elastic.shares == "measured":
         yield ThroughputMeter(train_state)  # for shares that follow speed

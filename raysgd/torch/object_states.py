@@ -276,17 +276,17 @@ def _describe_difference(what: str, missing: set[Any], unknown: set[Any]) -> str
 
 # ---- states that were saved under another config, as in population based training
 
-Options = list[list[dict[str, Any]]]
+Hyperparameters = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 
-def initial_hyperparameters(train_state: Any) -> Options:
+def initial_hyperparameters(train_state: Any) -> Hyperparameters:
     """Return the options after ``setup``."""
     groups = [optimizer.param_groups for optimizer in train_state.optimizers]
     return [[_numbers_of(group) for group in each] for each in groups]
 
 
-def rescale_hyperparameters(train_state: Any, then: Options, now: Options) -> None:
+def rescale_hyperparameters(train_state: Any, then: Hyperparameters, now: Hyperparameters) -> None:
     """Change the options of a loaded state from the initial options `then` to `now`.
 
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value

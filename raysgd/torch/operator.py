@@ -406,7 +406,7 @@ class TrainingOperator(OperatorBase):
 
         Between the micro-batches of one batch, this does nothing.
         """
-        self._update_features.schedules.step(self._train_state.update)
+        self._update_features.lr_scheduling.step(self._train_state.update)
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""

@@ -85,7 +85,7 @@ class TorchRunner(OperatorRunner):
         loop = self._hosted_loop
         if loop.train_state.call.scheduler_call == call_number:
             return  # the schedulers have already stepped in the loaded state
-        self.operator._update_features.schedules.step_with_metric(metric)
+        self.operator._update_features.lr_scheduling.step_with_metric(metric)
         loop.train_state.call.scheduler_call = call_number
         loop.snapshots.clear(is_outdated=True)
         loop.snapshots.take_if_due()

@@ -25,7 +25,7 @@ from raysgd.data import Dataset
 from raysgd.loop.requests import TrainRequest
 from raysgd.testing import run_operator
 from raysgd.torch import constants
-from raysgd.torch.features.schedules import LRScheduling
+from raysgd.torch.features.lr_scheduling import LRScheduling
 from tests.unit.recorder import Recorder, Streaming, Unsized, failure, idle
 
 EPOCH = list(range(40))
