@@ -81,9 +81,9 @@ class Evaluation:
         self, source: BatchSource, offset: int = 0, limit: int | None = None
     ) -> Iterator[_EvaluationBatches]:
         """Return a context for evaluating batches of a source, with these batches."""
-        train_state, read = self._train_state, source.read(0, offset, limit)
+        train_state, source_batches = self._train_state, source.read(0, offset, limit)
         train_state.check_undamaged()
-        self.batches = batches = _EvaluationBatches(read, self._control, limit)
+        self.batches = batches = _EvaluationBatches(source_batches, self._control, limit)
         train_state.meters = None
         try:
             # A worker that has fewer batches may have to wait at the end of the context.
@@ -151,7 +151,7 @@ class Evaluation:
 class _EvaluationBatches(Iterator[Any]):
     """An iterator that counts its batches and can be interrupted."""
 
-    reads: Iterator[SourceBatch]
+    source_batches: Iterator[SourceBatch]
     control: LoopControl
     total_steps: int | None = None  # None if unknown
     num_finished_steps: int = 0
@@ -170,12 +170,13 @@ class _EvaluationBatches(Iterator[Any]):
         self.control.raise_if_interrupted()
         self.batch = None
         try:
-            read: SourceBatch = self.control.next_batch(self.reads)
+            source_batch: SourceBatch = self.control.next_batch(self.source_batches)
         except StopIteration:
             self.is_exhausted = True
             raise
-        self.batch, self.num_collated_samples = read.content, read.num_collated_samples
-        own, of_group = self.num_finished_steps, read.group_step
+        self.batch = source_batch.content
+        self.num_collated_samples = source_batch.num_collated_samples
+        own, of_group = self.num_finished_steps, source_batch.group_step
         self.group_step = own if of_group is None else of_group
         self.num_finished_steps += 1
         return self.batch

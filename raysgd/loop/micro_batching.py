@@ -57,10 +57,10 @@ class MicroBatching(UpdateFeature):
             )
 
     def split_batch(
-        self, read: SourceBatch, micro_batch: MicroBatchPlan, may_split: bool
+        self, source_batch: SourceBatch, micro_batch: MicroBatchPlan, may_split: bool
     ) -> MicroBatches:
         """Return the micro-batches of a batch. The default is one."""
-        return [(read.content, micro_batch)]
+        return [(source_batch.content, micro_batch)]
 
     def choose_num_splits(self, error: BaseException, batch: Any, may_split: bool) -> int:
         """Return the number of micro-batches per batch after an error, or 0 to raise the error.

@@ -114,27 +114,25 @@ class Segment(Iterator[Any]):
             can_read = not (is_over or self.has_paused)
         if can_read:
             self._prefetch()
-        if (read := self._prefetched) is None:
+        if (source_batch := self._prefetched) is None:
             raise StopIteration
         self._prefetched = None
-        self._drawn.append(None if self.source.is_partitioned else read)
+        self._drawn.append(None if self.source.is_partitioned else source_batch)
         number, train_state = len(self._drawn), self._train_state
         if number == 1:  # the first batch plans the whole update
             num_steps = train_state.accumulation_steps
             if self.total_steps is not None:
                 num_steps = min(num_steps, self.total_steps - self.num_committed)
-            plan = read.plan or self.source.plan(self._position.offset, num_steps)
+            plan = source_batch.plan or self.source.plan(self._position.offset, num_steps)
             self._update.begin(plan)
         planned = self._update.plan.micro_batches
         if not self.source.is_partitioned and number < len(planned):
             self._prefetch()  # the loader may end before its claimed length
         micro_batch, splitting = planned[number - 1], train_state.micro_batching
         trains_all = splitting.num_splits == 1 and not micro_batch.is_repeated
-        self.batch, self.num_collated_samples = (
-            read.content,
-            read.num_collated_samples if trains_all else None,
-        )
-        self._micro_batches.extend(splitting.split_batch(read, micro_batch, self.may_split))
+        self.batch = source_batch.content
+        self.num_collated_samples = source_batch.num_collated_samples if trains_all else None
+        self._micro_batches.extend(splitting.split_batch(source_batch, micro_batch, self.may_split))
 
     def _prefetch(self) -> None:
         """Prefetch a batch, unless any rank has no more batches."""
@@ -205,7 +203,7 @@ class Segment(Iterator[Any]):
         """Undo the update in progress, unless it counts. The source gives its batches again."""
         with contextlib.suppress(Exception):  # the error of train_epoch is raised
             self.commit_if_done(raised=True)
-        again = [read for read in (*self._drawn, self._prefetched) if read is not None]
+        again = [each for each in (*self._drawn, self._prefetched) if each is not None]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()

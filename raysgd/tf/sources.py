@@ -196,8 +196,8 @@ class DatasetSource(PartitionedSource):
 
     def __iter__(self) -> Iterator[Any]:
         iteration = self._iterate(self._num_begun + 1, epoch=-1)  # not in any epoch
-        reads = self._copy_for_user()._own_batches(iteration, 0)
-        return (batch.content for batch in reads)
+        source_batches = self._copy_for_user()._own_batches(iteration, 0)
+        return (batch.content for batch in source_batches)
 
     def batching(self) -> None:
         return None

@@ -113,12 +113,12 @@ class TrainingOperator(OperatorBase):
         optimizer = self._get_single("optimizer", "train_batch")
         batch = self.to_device(batch)
         self._train_state.step_timing.begin(FORWARD)
-        read = parse_batch(batch, model)
+        parsed = parse_batch(batch, model)
         with self.autocast():
             # Without a name, the output needs no memory in the backward pass.
-            loss = loss_of(self, model(*read.arguments, **read.keywords), read)
-        num_samples = self._count_samples(read, batch_info)
-        count = self.count_items(batch, num_samples, read.target)
+            loss = loss_of(self, model(*parsed.arguments, **parsed.keywords), parsed)
+        num_samples = self._count_samples(parsed, batch_info)
+        count = self.count_items(batch, num_samples, parsed.target)
         self.backward(loss, count)  # by position: overrides may use the name num_samples
         self.optimizer_step(optimizer)
         return {"train_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
@@ -201,14 +201,14 @@ class TrainingOperator(OperatorBase):
             or (batch, 1, ...).
         """
         model, batch = self._get_single("model", "validate_batch"), self.to_device(batch)
-        read = parse_batch(batch, model)
+        parsed = parse_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
-            output = model(*read.arguments, **read.keywords)
-            loss = loss_of(self, output, read)
-        num_samples = self._count_samples(read, batch_info)
-        count = self.count_items(batch, num_samples, read.target)
+            output = model(*parsed.arguments, **parsed.keywords)
+            loss = loss_of(self, output, parsed)
+        num_samples = self._count_samples(parsed, batch_info)
+        count = self.count_items(batch, num_samples, parsed.target)
         metrics = {"val_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
-        target = read.keywords.get("labels") if read.target is None else read.target
+        target = parsed.keywords.get("labels") if parsed.target is None else parsed.target
         batch_info |= {"output": output, "target": target}
         ignored = ignore_index_of(getattr(self, "criterion", None))
         if (accuracy := accuracy_of(logits_of(output), target, ignored)) is not None:
@@ -226,9 +226,9 @@ class TrainingOperator(OperatorBase):
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         is_feature = isinstance(batch, tuple | list) and len(batch) == 1
-        read = ParsedBatch(tuple(batch), {}, None) if is_feature else parse_batch(batch, model)
+        parsed = ParsedBatch(tuple(batch), {}, None) if is_feature else parse_batch(batch, model)
         with self.autocast():
-            return logits_of(model(*read.arguments, **read.keywords))
+            return logits_of(model(*parsed.arguments, **parsed.keywords))
 
     def _begin_epoch(self, num_steps: int | None) -> None:
         call = self._train_state.call

@@ -39,12 +39,12 @@ class TorchMicroBatching(MicroBatching):
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
     def split_batch(
-        self, read: SourceBatch, micro_batch: MicroBatchPlan, may_split: bool
+        self, source_batch: SourceBatch, micro_batch: MicroBatchPlan, may_split: bool
     ) -> MicroBatches:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
-        batch = read.content
+        batch = source_batch.content
         unsplit = [(copy_containers(batch), micro_batch)]
-        self._num_samples = read.num_collated_samples or micro_batch.num_samples or 0
+        self._num_samples = source_batch.num_collated_samples or micro_batch.num_samples or 0
         if self.num_splits == 1 or not (may_split and self._settings.options.split_on_oom):
             return unsplit
         rows = num_rows(batch, self._num_samples)
