@@ -28,14 +28,6 @@ def module_workers(module_cluster, tmp_path_factory):
         yield Shared(trainer, folder)
 
 
-def test_an_epoch_trains_each_sample_once(fresh):
-    first = fresh.trainer.train(num_steps=3)
-    metrics = fresh.trainer.train()
-    assert first["num_samples"] + metrics["num_samples"] == NUM_SAMPLES
-    assert torch.equal(ledger_of(fresh.trainer), torch.ones(NUM_SAMPLES))
-    assert fresh.kinds == []
-
-
 def test_a_run_resumes_in_mid_epoch_with_another_number_of_workers(fresh, tmp_path):
     config = {"num_samples": NUM_SAMPLES, "batch_size": 7, "num_loader_workers": 2, "until_size": 1}
     fresh.trainer.train(num_steps=50)

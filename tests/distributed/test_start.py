@@ -78,8 +78,10 @@ def check_that_it_is_named(kept, caplog):
     waiting = next(r.message for r in caplog.records if r.message.startswith("Waiting up to"))
     for message in (waiting, str(e.value)):
         assert "until you call shutdown()" in message
-    with pytest.raises(InsufficientResourcesError, match=r"^No room for 1 worker"):
-        TorchTrainer(**{**kept, "num_cpus_per_worker": 5})
+    needs = {"num_cpus_per_worker": 5, "resources_per_worker": {"licence": 1}}
+    said = r"^No room for 1 worker with 5 CPU, 1 licence each: .* 4 CPU, 0 licence,.*num_cpus_per"
+    with pytest.raises(InsufficientResourcesError, match=said):  # immediately
+        TorchTrainer(**{**kept, **needs})
 
 
 def test_reserve_waits_for_room_that_another_thread_holds(ray_cluster, monkeypatch):

@@ -500,25 +500,6 @@ def test_after_an_error_training_goes_on_at_the_failed_batch(start, operator_cls
     torch.testing.assert_close(*models, rtol=0, atol=0)
 
 
-def test_an_error_of_the_loader_reaches_the_caller_and_training_goes_on(start):
-    broken = [True]
-
-    class Flaky(Unsized):
-        def __iter__(self):
-            for index, batch in enumerate(self._batches):
-                if index == 2 and broken[0]:
-                    raise OSError("disk")
-                yield batch
-
-    trainer, operator = start(Streaming, {"wrap": Flaky})
-    with pytest.raises(OSError, match="disk"):
-        trainer.train()
-    assert trainer.state_dict()["global_step"] == 2
-    broken[0] = False
-    trainer.train()
-    assert operator.trained == EPOCH
-
-
 class Once(Iterator):
     """Batches that can be read only once. Reading the third one raises `error` once."""
 
