@@ -13,14 +13,14 @@ def world():
     return World(room=4)
 
 
-def test_loss_restarts_all_with_the_state_of_a_survivor(world):
+def test_loss_restarts_all_with_the_furthest_state_of_a_survivor(world):
     controller = world.drive(3, rejoins=False).controller
     first = list(controller.members)
-    world.at_step(17, lambda: world.lose(1))
+    world.at_step(17, lambda: world.lose(0, ahead=[2]))
     run_until(controller, 40, max_retries=1)
     assert kinds(controller) == ["started", "lost", "restarted"]
     assert not set(first) & set(controller.members)
-    assert controller.events[-1].step == 17  # the snapshot has step 10
+    assert controller.events[-1].step == 18  # the snapshot has step 10
     assert [event.num_workers for event in controller.events] == [3, 0, 3]
     assert world.trained == list(range(1, 41))
 
@@ -29,13 +29,6 @@ def test_a_failed_start_reuses_no_process(world):
     world.on_meeting.append(lambda: world.workers[1].die("OOM"))
     controller = world.drive(3, rejoins=False).controller
     assert not set(controller.members) & set(world.workers[:3])
-
-
-def test_restart_uses_the_furthest_state(world):
-    controller = world.drive(3, rejoins=False).controller
-    world.at_step(17, lambda: world.lose(0, ahead=[2]))
-    run_until(controller, 40, max_retries=1)
-    assert controller.events[-1].step == 18
 
 
 def test_a_users_error_costs_no_step_and_no_retry(world):

@@ -484,17 +484,6 @@ class Unseeded(Numbers):
         return iter(torch.from_numpy(np.random.default_rng().permutation(self.size)))
 
 
-def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
-    loader = DataLoader(Unseeded(1000), batch_size=3)
-    source = wrap(loader)
-    next(source.batches(0, 0))
-    source.plan(3, 1)
-    resumed = wrap(loader)
-    resumed.load_resume_info(source.resume_info(0, 3))
-    with pytest.raises(RuntimeError, match=r"Unseeded, now gives other samples.*config\[BATCH"):
-        next(resumed.batches(0, 3))
-
-
 class Rotating(Numbers):
     """Numbers whose first one differs between iterations. An error comes once at `fails_at`."""
 
@@ -556,7 +545,8 @@ def test_reading_error_before_a_loaded_position_keeps_its_digest():
     resumed.load_resume_info(source.resume_info(0, 8))
     with pytest.raises(FileNotFoundError):
         next(resumed.batches(0, 8))
-    with pytest.raises(RuntimeError, match="Rotating, now gives other samples"):
+    said = r"Rotating, now gives other samples.*config\[BATCH"
+    with pytest.raises(RuntimeError, match=said):
         next(resumed.batches(0, 8))
 
 
