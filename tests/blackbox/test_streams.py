@@ -4,7 +4,6 @@ import importlib.util
 import io
 import tarfile
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -112,20 +111,6 @@ def test_evaluation_of_a_stream_counts_each_sample_once(fresh):
 
     assert fresh.trainer.test(loader)["num_samples"] == 37
     assert fresh.trainer.predict(loader).tolist() == list(range(37))
-
-
-class Unseeded(Streamed):
-    def __iter__(self):
-        return iter(np.random.default_rng().permutation(self.samples).tolist())
-
-
-def test_evaluation_of_a_stream_that_gives_workers_other_samples_is_an_error(fresh):
-    def loader(config):
-        return DataLoader(Unseeded(range(100)), batch_size=5)
-
-    for evaluate in (fresh.trainer.test, fresh.trainer.predict):
-        with pytest.raises(RuntimeError, match="read different samples from a stream, Unseeded"):
-            evaluate(loader)
 
 
 @pytest.mark.parametrize("kind", ["plain", "generator", "grouped"])

@@ -126,21 +126,6 @@ def test_optimizer_without_gradients_steps():
     assert native.scaler.get_scale() == START
 
 
-def test_discarded_step_keeps_the_scale():
-    native = PRECISIONS[True](CPU, torch.float16)
-    models, optimizers = one_layer(native, 2)
-    native.backward(models[0](torch.ones(1, 1)).sum() * float("nan"), True)
-    native.unscale(optimizers[0])
-    native.roll_back(Update())
-    native.commit(Update())
-    assert native.scaler.get_scale() == START
-    optimizers[0].zero_grad()
-    before = models[0].weight.item()
-    native.backward(models[0](torch.ones(1, 1)).sum(), True)
-    native.step(optimizers[0])
-    assert models[0].weight.item() == before - 1
-
-
 # ---- overflows
 
 

@@ -262,7 +262,8 @@ def test_warnings_about_a_stream_name_its_arguments(tmp_path, caplog):
         make_registration(num_workers=2).data.register(data, data)
     assert "Write Stream(..., shuffle=10_000)" in caplog.text
     assert caplog.text.count("use the Stream without group and skip_broken") == 1
-    assert "every worker reads all samples" in caplog.text
+    assert "register_data(train_loader=...): a stream, Stream of 1 files" in caplog.text
+    assert caplog.text.count("every worker reads all samples") == 1  # for both loaders
 
 
 # ---- objects that setup does not register

@@ -522,24 +522,6 @@ def test_warning_about_a_loader_with_ranks_of_an_earlier_group(caplog, in_hook, 
     assert in_hook or said in told[0]
 
 
-@pytest.mark.parametrize(
-    ("operator_cls", "options", "is_told"),
-    [
-        (Streaming, {"num_workers": 2}, True),
-        (Streaming, {"num_workers": 1}, False),
-        (Streaming, {"num_workers": 2, "add_dist_sampler": False}, False),
-        (Recorder, {"num_workers": 2}, False),
-    ],
-)
-def test_warning_about_a_stream_that_every_worker_reads(caplog, operator_cls, options, is_told):
-    runner = make_runner(operator_cls, **options)
-    runner.operator.register_data(**runner.operator.make_loaders(runner.operator.config))
-    told = [record.message for record in caplog.records if "every worker reads" in record.message]
-    assert len(told) == is_told  # once for all loaders
-    for text in told:
-        assert "register_data(train_loader=...): a stream, Unsized," in text
-
-
 # ---- stops for callbacks
 
 

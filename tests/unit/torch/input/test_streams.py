@@ -555,7 +555,10 @@ def test_workers_notice_that_they_read_other_samples():
     ranks = [wrap(loader, world_size=2, rank=rank) for rank in range(2)]
     for source in ranks:
         next(source.batches(0, 0))
-    assert ranks[0].step_digest != ranks[1].step_digest
+    group = types.SimpleNamespace(all_ranks_equal=ranks[0].step_digest.__eq__)
+    ranks[0].check_same_samples(group)
+    with pytest.raises(RuntimeError, match="read different samples from a stream, Unseeded"):
+        ranks[1].check_same_samples(group)
 
 
 def test_stream_that_is_shorter_than_the_position_is_an_error():
