@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.errors import (
-    CollectiveError,
-    RemoteTraceback,
-)
+from raysgd.errors import CollectiveError, RemoteTraceback
 from tests.conftest import SOON_S, alive_actors, assert_names, wait_until
 from tests.operators import Classifier, register_all, replica_hash
 

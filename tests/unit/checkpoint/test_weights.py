@@ -26,14 +26,6 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-def test_several_models_have_numbers_before_their_keys(tmp_path):
-    models = [torch.nn.Linear(2, 1), torch.nn.Linear(1, 2, bias=False)]
-    path = save_model(models, tmp_path / "models.safetensors")
-    tensors = load_file(path)
-    assert set(tensors) == {"0.weight", "0.bias", "1.weight"}
-    assert torch.equal(tensors["1.weight"], models[1].weight)
-
-
 def test_a_tensor_of_two_names_is_written_once(tmp_path):
     torch.manual_seed(0)
     model, other = Tied(), Tied()

@@ -238,8 +238,6 @@ def test_file_that_changes_is_an_error(tmp_path):
         ({"group": 0}, r"Stream\(group=0\): must be at least 1"),
         ({"seed": -2}, r"Stream\(seed=-2\)"),
         ({"seed": "1"}, r"Stream\(seed='1'\): must be an int"),
-        ({"shuffle": True}, r"Stream\(shuffle=True\): must be an int"),
-        ({"group": 1.5}, r"Stream\(group=1.5\): must be an int"),
         ({"skip_broken": 3}, r"Stream\(skip_broken=3\): must be True or False"),
     ],
 )
