@@ -43,7 +43,7 @@ from raysgd.loop.update import MicroBatchMetrics, Update
 from raysgd.metrics import to_cpu_value
 from raysgd.torch.input.orders import seed_all
 from raysgd.torch.strategies import conflicts
-from raysgd.torch.strategies.group_exchange import GroupExchange
+from raysgd.torch.strategies.collective_exchange import CollectiveExchange
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import (
     copy_leaf,
@@ -65,7 +65,7 @@ _PARTS_DIFFER = (
 )
 
 
-class EqualBitsExchange(GroupExchange):
+class EqualBitsExchange(CollectiveExchange):
     """Sums of gradients in a fixed order, instead of averages.
 
     The gradient of a loss has the weight ``items of the part / samples of the update``. If user

@@ -19,7 +19,7 @@ from raysgd.loop.state_placement import StatePlacement
 from raysgd.loop.update import Update
 from raysgd.torch.modules import has_only_running_statistics
 from raysgd.torch.register_checks import check_same_parameters
-from raysgd.torch.strategies.group_exchange import GroupExchange
+from raysgd.torch.strategies.collective_exchange import CollectiveExchange
 from raysgd.torch.strategies.sharded_modules import ShardedModules
 from raysgd.torch.strategies.sharded_optimizer import OptimizerShards
 from raysgd.torch.strategies.shards import Piece, ShardBuffers
@@ -194,7 +194,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
             self._shard_models()
 
 
-class FullyShardedExchange(GroupExchange):
+class FullyShardedExchange(CollectiveExchange):
     """Gradients of sharded models. A backward pass leaves each worker the mean of its rows."""
 
     keeps_all_equal = True

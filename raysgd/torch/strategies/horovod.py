@@ -9,11 +9,11 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.update import Update
-from raysgd.torch.strategies.group_exchange import GroupExchange
+from raysgd.torch.strategies.collective_exchange import CollectiveExchange
 from raysgd.torch.tensors import parameters_of
 
 
-class HorovodExchange(GroupExchange):
+class HorovodExchange(CollectiveExchange):
     """Averages the gradients of each optimizer over the workers.
 
     The user's optimizers make the updates, so that schedulers and references stay valid. The

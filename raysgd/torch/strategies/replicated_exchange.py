@@ -16,7 +16,7 @@ from raysgd.loop.update import Update
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.modules import is_ddp, running_statistics
 from raysgd.torch.strategies import replicated_model
-from raysgd.torch.strategies.group_exchange import GroupExchange
+from raysgd.torch.strategies.collective_exchange import CollectiveExchange
 from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version
 from raysgd.torch.tensors import backward_pass_number, parameters_of
 from raysgd.torch.train_state import TorchTrainState
@@ -31,7 +31,7 @@ class IndependentModelsPlacement(StatePlacement):
     replicates: Any = property(lambda self: any(map(is_ddp, self._train_state.models)))
 
 
-class UserDDPExchange(GroupExchange):
+class UserDDPExchange(CollectiveExchange):
     """Averages gradients by wrappers that user code has made. One worker usually has none."""
 
     _wrappers: Sequence[DistributedDataParallel] = ()

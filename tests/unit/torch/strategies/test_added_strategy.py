@@ -8,8 +8,8 @@ from raysgd import Guard, TrainingOperator
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
 from raysgd.loop.state_placement import StatePlacement
+from raysgd.torch.strategies.collective_exchange import broadcast_models
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.strategies.group_exchange import broadcast_models
 from raysgd.torch.strategies.table import STRATEGIES, Strategy
 from tests.unit.torch import cases
 

@@ -1,4 +1,4 @@
-"""What the exchanges of gradients in a group of workers have in common."""
+"""The base of all exchanges of gradients by collectives."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +13,8 @@ from raysgd.torch.tensors import parameters_of, state_digest
 from raysgd.torch.train_state import TorchTrainState
 
 
-class GroupExchange(GradientExchange):
-    """What the exchanges have in common: the registered models, and the group of workers."""
+class CollectiveExchange(GradientExchange):
+    """Exchanges gradients of the registered models by the collectives of the group."""
 
     def __init__(self, train_state: TorchTrainState) -> None:
         self._train_state = train_state
