@@ -19,7 +19,7 @@ def cpu_model() -> str:
     return model[1] if model else platform.machine()
 
 
-def hash_of(values: Any) -> int:
+def digest_of(values: Any) -> int:
     content = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(content, "little", signed=True)
 

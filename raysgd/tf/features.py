@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.differences import cpu_model, differing, format_values, hash_of, minority_of
+from raysgd.loop.differences import cpu_model, differing, digest_of, format_values, minority_of
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.update import Update
@@ -200,7 +200,7 @@ def _compare_workers(
 ) -> bool:
     """Raise an error if contents differ between workers. Return whether any has the flag."""
     values = [*contents.values()]  # names may differ between processes
-    digest = hash_of(values)
+    digest = digest_of(values)
     smallest, of_inverse, found = train_state.collectives.all_reduce_min(digest, ~digest, -flag)
     if smallest == ~of_inverse:
         return bool(found)

@@ -242,7 +242,7 @@ def can_copy(saved: Any, value: torch.Tensor) -> bool:
 # ---- digests, computed on the device: any change of bits changes 64 bits
 
 
-def digest_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+def tensor_digest(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return a 64-bit digest of the bits of tensors and their positions, as a tensor on `device`.
 
     The tensors must be on `device`. The digest of one tensor is the same on all devices. Temporary
@@ -324,5 +324,5 @@ def state_digest(state: Any) -> bytes:
             pickler.dump(map_leaves(state, summary))
         except Exception:  # probably a reference cycle: a scheduler that holds its own method
             return os.urandom(32)
-        pickler.dump([int(digest_of(members, device)) for device, members in tensors.items()])
+        pickler.dump([int(tensor_digest(members, device)) for device, members in tensors.items()])
         return hashlib.sha256(file.getvalue()).digest()

@@ -10,7 +10,7 @@ from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UpdateFeature
 from raysgd.torch.modules import uncompiled
-from raysgd.torch.tensors import digest_of, is_readable, version_of
+from raysgd.torch.tensors import is_readable, tensor_digest, version_of
 
 FROZEN_KEY = "frozen"
 """Entry of a state that lacks parameters: their digests by name, for each model."""
@@ -133,7 +133,7 @@ class FrozenParameters(UpdateFeature):
         cache, now = self._digest_cache, version_of(parameter)  # other threads may change both
         version, digest = cache.get(parameter, (None, 0))
         if version != now or parameter.is_cuda:  # a GPU takes 1 ms per GB
-            digest = int(digest_of([parameter.detach()], parameter.device)) >> 1  # fits 64 bits
+            digest = int(tensor_digest([parameter.detach()], parameter.device)) >> 1  # fits 64 bits
             cache[parameter] = now, digest
         return digest
 

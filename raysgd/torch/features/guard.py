@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.differences import differing, format_values, hash_of, minority_of, name_workers
+from raysgd.loop.differences import differing, digest_of, format_values, minority_of, name_workers
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.update import Update
 from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.guard_contents import ReplicaContents
 from raysgd.torch.options import Guard
-from raysgd.torch.tensors import describe_platform, digest_of, is_readable
+from raysgd.torch.tensors import describe_platform, is_readable, tensor_digest
 from raysgd.torch.train_state import TorchTrainState
 
 _LAG = 2
@@ -178,10 +178,10 @@ class ReplicaGuard(UpdateFeature):
                 options.append((name, value))
             elif kind == "buffers" and value is not None:
                 counted.append(name)
-        digests = torch.tensor([hash_of(options), hash_of(counted), 0, 0])
+        digests = torch.tensor([digest_of(options), digest_of(counted), 0, 0])
         digests = digests.to(self._train_state.settings.device, non_blocking=True)
         for (is_buffer, device), tensors in groups.items():
-            digests[2 + is_buffer] += digest_of(tensors, device).to(digests, non_blocking=True)
+            digests[2 + is_buffer] += tensor_digest(tensors, device).to(digests, non_blocking=True)
         return digests, is_complete
 
     def _finish_comparison(self) -> None:
@@ -207,7 +207,7 @@ class ReplicaGuard(UpdateFeature):
         local: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.contents(*flags):
             is_tensor = isinstance(value, torch.Tensor)
-            local[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
+            local[kind, name] = int(tensor_digest([value], value.device)) if is_tensor else value
         context, kind = train_state.settings.context, describe_platform(train_state.settings.device)
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (

@@ -71,7 +71,7 @@ class ChunkDataset(IterableDataset[Chunk]):
             if can_seek(self.dataset):
                 ended = len(samples) < self._size
                 state = _END if ended else copy.deepcopy(self.dataset.state_dict())
-            digests = [checksum(sample) for sample in samples]
+            digests = [sample_digest(sample) for sample in samples]
             content = samples if info is None else _pack(samples)
             yield Chunk(process, num_chunks, content, digests, state)
 
@@ -247,8 +247,8 @@ def _pack(samples: list[Any]) -> list[_Packed]:
     return packed
 
 
-def checksum(value: Any, before: int = 0, in_object: bool = False) -> int:
-    """Return a checksum of a sample that is equal in all processes.
+def sample_digest(value: Any, before: int = 0, in_object: bool = False) -> int:
+    """Return a digest of a sample that is equal in all processes.
 
     Of an object of another class, it has the name of the class, and the attributes in `__dict__`.
     Of objects in its attributes, it has only the class, because they may refer to each other.
@@ -265,19 +265,20 @@ def checksum(value: Any, before: int = 0, in_object: bool = False) -> int:
         return zlib.crc32(as_bytes(value.cpu()).numpy().tobytes(), before)
     if isinstance(value, Mapping):
         for key, item in value.items():
-            before = checksum(item, checksum(key, before), in_object)
+            before = sample_digest(item, sample_digest(key, before), in_object)
         return before
     if isinstance(value, list | tuple):
         if _SCALARS.issuperset(map(type, value)):
             return zlib.crc32(repr(value).encode(errors="surrogatepass"), before)
         for item in value:
-            before = checksum(item, before, in_object)
+            before = sample_digest(item, before, in_object)
         return before
     if isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
-        return checksum(value.tolist(), before, in_object)
+        return sample_digest(value.tolist(), before, in_object)
     if isinstance(value, np.ndarray | np.generic):
         return zlib.crc32(value.tobytes(), zlib.crc32(repr(value.shape).encode(), before))
     if hasattr(value, "tobytes"):  # such as an image
         return zlib.crc32(value.tobytes(), before)
     before = zlib.crc32(kind.__qualname__.encode(), before)
-    return before if in_object else checksum(getattr(value, "__dict__", {}), before, in_object=True)
+    attributes = {} if in_object else getattr(value, "__dict__", {})
+    return sample_digest(attributes, before, in_object=True)

@@ -11,7 +11,7 @@ from raysgd.callbacks import EMA, CheckpointCallback
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.torch import tensors
-from raysgd.torch.tensors import digest_of
+from raysgd.torch.tensors import tensor_digest
 from tests.operators import local
 from tests.unit.recorder import runner_with_snapshots
 
@@ -127,8 +127,8 @@ def test_checkpoints_and_weights_without_the_base(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_digest_does_not_depend_on_the_device(monkeypatch, dtype):
     frozen = torch.arange(2**18 + 7).to(dtype)  # more than one chunk on a CPU, and one on a GPU
-    on_cpu = digest_of([frozen], frozen.device)
+    on_cpu = tensor_digest([frozen], frozen.device)
     monkeypatch.setitem(tensors._WORDS, "cpu", tensors._WORDS["cuda"])
-    assert digest_of([frozen], frozen.device) == on_cpu
+    assert tensor_digest([frozen], frozen.device) == on_cpu
     frozen[-1] = 0
-    assert digest_of([frozen], frozen.device) != on_cpu
+    assert tensor_digest([frozen], frozen.device) != on_cpu

@@ -32,7 +32,7 @@ from raysgd.data import Stream, jsonl, mix, parquet, text
 from raysgd.data.partition import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
-from raysgd.torch.input.iterable_reading import checksum
+from raysgd.torch.input.iterable_reading import sample_digest
 from raysgd.torch.input.iterable_source import IterableSource
 from raysgd.torch.input.sources import MapStyleSource
 from tests.conftest import examples, run_python
@@ -580,15 +580,15 @@ def test_stream_that_is_shorter_than_the_position_is_an_error():
     ],
 )
 def test_digest_depends_on_the_content_only(make):
-    assert checksum(make(1)) == checksum(copy.deepcopy(make(1))) != checksum(make(2))
+    assert sample_digest(make(1)) == sample_digest(copy.deepcopy(make(1))) != sample_digest(make(2))
 
 
 def test_digest_of_an_object_has_its_class_and_attributes():
-    assert checksum([object()]) == checksum([object()]) != checksum([Numbers(1)])
-    assert checksum(Numbers(1)) == checksum(Numbers(1)) != checksum(Numbers(2))
+    assert sample_digest([object()]) == sample_digest([object()]) != sample_digest([Numbers(1)])
+    assert sample_digest(Numbers(1)) == sample_digest(Numbers(1)) != sample_digest(Numbers(2))
     outer, inner = Numbers(1), Numbers(1)
     outer.inner, inner.outer = inner, outer
-    assert checksum(outer) == checksum(outer) != checksum(inner)
+    assert sample_digest(outer) == sample_digest(outer) != sample_digest(inner)
 
 
 def test_loop_over_the_source_releases_samples():
