@@ -16,7 +16,7 @@ class KerasOptions(Options):
     """See :class:`raysgd.loop.options.Options`."""
 
     backend: str = "gloo"
-    splits_batches: bool = False
+    divides_batches: bool = False
     """Whether the group shares each batch of a ``tf.data.Dataset``."""
     seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
     """Seed of all workers."""

@@ -56,8 +56,8 @@ class KerasSources(DataSources):
                 **arguments,
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
-            splits = settings.options.splits_batches
-            return DatasetSource(loader, training=training, splits_batches=splits, **arguments)
+            divides = settings.options.divides_batches
+            return DatasetSource(loader, training=training, divides_batches=divides, **arguments)
         why = "it is neither arrays nor a tf.data.Dataset"
         return BatchSource(
             loader, user_selects=not settings.options.add_dist_sampler, why_not_partitioned=why
@@ -148,7 +148,7 @@ class ArraySource(PartitionedSource):
 class DatasetSource(PartitionedSource):
     """A ``tf.data.Dataset``, whose batches are the items of the partition.
 
-    In each training step, every worker gets a batch, or a part of it if `splits_batches`.
+    In each training step, every worker gets a batch, or a part of it if `divides_batches`.
     """
 
     knows_sizes = False
@@ -161,7 +161,7 @@ class DatasetSource(PartitionedSource):
         loader: Any,
         *,
         training: bool,
-        splits_batches: bool = False,
+        divides_batches: bool = False,
         layout: StepLayout = BY_WORKERS,
         **partition_arguments: Any,
     ) -> None:
@@ -182,10 +182,10 @@ class DatasetSource(PartitionedSource):
             1,
             False,
             training=training,
-            layout=StepLayout(1) if splits_batches else counted,
+            layout=StepLayout(1) if divides_batches else counted,
             **partition_arguments,
         )
-        self._layout, self._training, self._splits_batches = layout, training, splits_batches
+        self._layout, self._training, self._divides_batches = layout, training, divides_batches
         self._num_begun = 0
         self.compares_samples = not training  # in training, each update compares them
 
@@ -239,7 +239,7 @@ class DatasetSource(PartitionedSource):
     def _own_batches(
         self, iteration: _Iteration, offset: int, stop: int | None = None
     ) -> Iterator[SourceBatch]:
-        gives_whole_batches = not self._training and not self._splits_batches
+        gives_whole_batches = not self._training and not self._divides_batches
         partition, self.steps_read = self._partition, 0
         size = partition.world_size if gives_whole_batches else partition.global_batch_size
         while stop is None or offset < stop:
@@ -268,7 +268,7 @@ class DatasetSource(PartitionedSource):
         """Yield this worker's batch of a step, in micro-batches if it is large."""
         partition, sizes = self._partition, [_num_rows(batch) for batch in drawn]
         batch_size = max(sizes)
-        if self._splits_batches:
+        if self._divides_batches:
             batch_size = -(-batch_size // self._layout.num_planned_workers(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         may_split = partition.may_split and self._layout.keeps_global_batch

@@ -96,7 +96,7 @@ class TFTrainer(OperatorTrainer):
             training_operator_cls=operator_cls,
             num_workers=number_of_workers(num_workers, num_replicas),
             use_tqdm=use_tqdm or verbose,
-            splits_batches=has_creators,
+            divides_batches=has_creators,
         )
         self._limits = fit_limits(options.config) if has_creators else None
         super().__init__(options, KerasRunner, initialization_hook, callbacks, logdir)

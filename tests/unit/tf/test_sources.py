@@ -26,7 +26,7 @@ def stream(num_samples, batch_size, shuffle=False):
 
 
 def sources(num_workers, num_samples=40, batch_size=8, training=True, shuffle=False, splits=False):
-    place = {"training": training, "world_size": num_workers, "splits_batches": splits}
+    place = {"training": training, "world_size": num_workers, "divides_batches": splits}
     loaders = [stream(num_samples, batch_size, shuffle) for _ in range(num_workers)]
     return [DatasetSource(loader, rank=rank, **place) for rank, loader in enumerate(loaders)]
 
@@ -74,7 +74,7 @@ def test_steps_of_uneven_sparse_batches_are_divided(training, kind, splits):
     data = tf.data.Dataset.from_tensor_slices((rows, dense)).batch(4)
     found = []
     for rank in range(2):
-        place = {"training": training, "world_size": 2, "rank": rank, "splits_batches": splits}
+        place = {"training": training, "world_size": 2, "rank": rank, "divides_batches": splits}
         for features, target in DatasetSource(data, **place).batches(0, 0):
             own = tf.sparse.to_dense(features) if kind == "sparse" else features.to_tensor()
             np.testing.assert_array_equal(own, target)
@@ -96,7 +96,7 @@ def test_results_for_parts_of_uneven_batches_keep_their_order():
     rows = tf.RaggedTensor.from_row_lengths(range(9), [1, 4, 4])
     found = []
     for rank in range(2):
-        place = {"training": False, "world_size": 2, "rank": rank, "splits_batches": True}
+        place = {"training": False, "world_size": 2, "rank": rank, "divides_batches": True}
         source = DatasetSource(tf.data.Dataset.from_tensor_slices(rows), **place)
         found += [(r.group_step, rank, x) for r in source.read(0, 0) for x in r.content.numpy()]
     assert [x for _, _, x in sorted(found)] == [*range(9)]
