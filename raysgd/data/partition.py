@@ -51,7 +51,7 @@ BY_WORKERS = StepLayout()
 
 @dataclass(frozen=True, eq=False)
 class EpochPartition:
-    """One worker's part of an epoch.
+    """One worker's partition: its samples of an epoch.
 
     In `training`, every worker has a batch at every step. If a step has fewer samples than workers,
     some workers repeat a sample. Validation repeats nothing: it deals batches out in turn, so a

@@ -40,25 +40,25 @@ def length_of(loader: Any) -> int | None:
 
 def set_loader_epoch(loader: Any, epoch: int | None) -> Any:
     """Set the epoch of a loader, its data set, and its samplers, if given. Return the loader."""
-    for part in _parts_of(loader):
-        if hasattr(part, "set_epoch") and epoch is not None:
-            part.set_epoch(epoch)
+    for each in _with_members(loader):
+        if hasattr(each, "set_epoch") and epoch is not None:
+            each.set_epoch(epoch)
     return loader
 
 
 def size_and_rank_of(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
-    for part in _parts_of(loader):
-        if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
-            return part.num_replicas, getattr(part, "rank", None)
+    for each in _with_members(loader):
+        if hasattr(each, "num_replicas"):  # as in PyTorch's DistributedSampler
+            return each.num_replicas, getattr(each, "rank", None)
         # split_dataset_by_node of Hugging Face sets this private attribute.
-        split: Any = getattr(part, "_distributed", None)
+        split: Any = getattr(each, "_distributed", None)
         if hasattr(split, "world_size"):
             return split.world_size, split.rank
     return None
 
 
-def _parts_of(loader: Any) -> list[Any]:
+def _with_members(loader: Any) -> list[Any]:
     own = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
     return [loader, *own, *(getattr(sampler, "sampler", None) for sampler in own[1:])]
 
@@ -336,7 +336,7 @@ class PartitionedSource(BatchSource):
 
     @property
     def partition(self) -> EpochPartition:
-        """This worker's part of an epoch, which has its current length."""
+        """This worker's samples of an epoch, which has its current length."""
         newest, size = self._partition, self._current_size
         return newest if size in (None, newest.epoch_size) else replace(newest, epoch_size=size)
 

@@ -89,7 +89,7 @@ class Evaluation:
             # A worker that has fewer batches may have to wait at the end of the context.
             with train_state.evaluating():
                 yield batches
-            # Compare the samples of a stream, if every worker has read all of its batches.
+            # Compare the samples of iterable data, if every worker has read all of its batches.
             is_compared = source.compares_samples and train_state.context.world_size > 1
             is_exhausted, collectives = int(batches.is_exhausted), train_state.collectives
             if is_compared and collectives.all_reduce_min(is_exhausted)[0]:

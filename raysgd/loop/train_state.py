@@ -167,7 +167,7 @@ class TrainState(ABC):
         if self.data.training_source_name != "train":
             position["trains_on"] = self.data.training_source_name
         if resume_info := self.data.training_source.resume_info(own.epoch, own.offset):
-            # In older versions, only streams had this information. Their key stays in checkpoints.
+            # In older versions, only iterable data had it. The key "stream" stays in checkpoints.
             position["stream"] = resume_info
         return position
 

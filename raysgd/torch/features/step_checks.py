@@ -210,7 +210,7 @@ class StepChecks(UpdateFeature):
     # ---- errors
 
     def _require_unsplit(self, why: str) -> None:
-        """Refuse to split the batch. Raise RuntimeError if the update has several parts."""
+        """Refuse to split the batch. Raise RuntimeError if the update has several micro-batches."""
         self._refuse_split(why)
         if not self._train_state.update.has_one_micro_batch:
             num_batches = self._train_state.accumulation_steps

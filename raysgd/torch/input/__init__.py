@@ -1,1 +1,1 @@
-"""What the loaders of a worker read: orders, parts of batches, streams."""
+"""What the loaders of a worker read: orders, batches, iterable data."""

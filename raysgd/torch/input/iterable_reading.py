@@ -1,4 +1,4 @@
-"""Read the samples of a stream in chunks, here or in loader processes, with digests."""
+"""Read the samples of iterable data in chunks, here or in loader processes, with digests."""
 
 import contextlib
 import copy
@@ -101,7 +101,7 @@ def start_of_epoch(num_processes: int) -> dict[str, Any]:
 class SampleBuffer:
     """The samples that have been read from an offset on, until `trim` releases them.
 
-    Reading can begin at a mark. It has an offset, the digest of the stream up to there, the number
+    Reading can begin at a mark. It has an offset, the digest of the samples up to there, the number
     of chunks and the state of each loader process, and which process has the next chunk.
     """
 
@@ -111,7 +111,7 @@ class SampleBuffer:
         self.has_ended = self._is_closed = False
         self.start: int = mark["offset"]
         self._samples: list[Any] = []
-        self._digests: list[int] = [mark["digest"]]  # of the stream up to each sample, and the end
+        self._digests: list[int] = [mark["digest"]]  # of what precedes each sample, and the end
 
     @property
     def end(self) -> int:

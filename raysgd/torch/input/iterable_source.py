@@ -1,7 +1,7 @@
-"""Partition streams: data that can only be read in order.
+"""Partition iterable data, which can only be read in order. Messages call it a stream.
 
-Every worker reads the whole stream, and trains on its part of each step. The workers compare a
-digest of the samples, so a stream that gives them different samples is an error.
+Every worker reads all of it, and trains on its part of each step. The workers compare a digest of
+the samples, so data that gives them different samples is an error.
 """
 
 import sys
@@ -27,7 +27,7 @@ from raysgd.torch.input.iterable_reading import (
 
 
 class IterableSource(PartitionedSource):
-    """A stream, read by every worker.
+    """Iterable data, read by every worker.
 
     The samples of a DataLoader over an IterableDataset are partitioned. For any other loader, each
     item is a ready batch, and the workers take turns.
@@ -42,7 +42,7 @@ class IterableSource(PartitionedSource):
     epoch_samples = 0
     compares_samples = True
     step_digest: Any = property(
-        lambda self: (self._buffer.digest_at(sum(self._span)) << 24) + self._span[1]
+        lambda self: (self._buffer.digest_at(sum(self._newest_step)) << 24) + self._newest_step[1]
     )
     _current_size: Any = property(lambda self: known_length(self.loader))
 
@@ -68,7 +68,7 @@ class IterableSource(PartitionedSource):
         copied._forget()
         for batch in copied.batches(self.current_epoch or 0, 0):
             yield batch
-            copied._buffer.trim(copied._span[0])
+            copied._buffer.trim(copied._newest_step[0])
 
     # ---- batches
 
@@ -80,7 +80,7 @@ class IterableSource(PartitionedSource):
         unit = partition.global_batch_size if partition.training else turns
         while offset < end:
             size = self._read_to(offset, min(unit, end - offset))
-            self._span = offset, size
+            self._newest_step = offset, size
             step = replace(partition, epoch_size=size)
             if step.end_index(0) == 0:
                 return
@@ -169,7 +169,7 @@ class IterableSource(PartitionedSource):
                 "from a checkpoint of the end of an epoch."
             )
         self._buffer.trim(offset)
-        self._span = offset, 0  # start and size of the newest step
+        self._newest_step = offset, 0  # start and size of the newest step
 
     def _open(self, epoch: int, offset: int) -> None:
         self._saved = self.resume_info(epoch, offset)

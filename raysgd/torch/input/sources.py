@@ -346,7 +346,7 @@ def wrap_loader(
     why = why_not_partitioned(whole)
     if (may_partition or is_distributed(whole)) and not why:
         return MapStyleSource(whole, layout=layout, **partition_arguments)
-    # A stream has no logical workers, which `_check_equal_bits` reports.
+    # Iterable data has no logical workers, which `_check_equal_bits` reports.
     if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
         return IterableSource(loader, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None

@@ -278,7 +278,7 @@ class _WorkerSampler(DistributedSampler[Any]):
     def __init__(self, source: Any, passes: _Passes, seed: int) -> None:
         order, partition = source.order_sampler, source.partition
         size, rank = partition.world_size, partition.rank
-        counted: Any = order or ()  # a stream has no sampler
+        counted: Any = order or ()  # iterable data has no sampler
         self._passes, passes.is_alone = passes, size == 1
         super().__init__(counted, size, rank, shuffle=is_plain_shuffle(order), seed=seed)
         passes.sampler = order  # late, because the line above sets the epoch to 0
