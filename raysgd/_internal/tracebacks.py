@@ -1,6 +1,7 @@
 """The frames of user code in stacks and tracebacks."""
 
 import contextlib
+import dis
 import inspect
 import linecache
 import os
@@ -36,6 +37,18 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith((*generated, *libraries)) or "__autograph_generated_" in filename:
         return False
     return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Return whether a ``raise`` statement of user code raised an error, and no call of it."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None:
+        return False
+    code = innermost.tb_frame.f_code
+    is_statement = code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_statement and is_user_file(code.co_filename)
 
 
 def stacks() -> str:

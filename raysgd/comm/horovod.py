@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from raysgd._internal.runner import WorkerContext
+from raysgd._internal.tracebacks import is_raised_by_user
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, worker_address
 
@@ -122,7 +123,8 @@ class HorovodBackend(CollectiveBackend):
         if isinstance(error, HorovodInternalError):
             return True
         raised = isinstance(error, RuntimeError | ValueError) or "tensorflow" in str(type(error))
-        return raised and any(sign in str(error) for sign in _SIGNS)
+        has_sign = raised and any(sign in str(error) for sign in _SIGNS)
+        return has_sign and not is_raised_by_user(error)
 
     def close(self) -> None:
         server, self._server = self._server, None

@@ -16,6 +16,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from raysgd._internal.config import env_seconds
 from raysgd._internal.runner import WorkerContext
+from raysgd._internal.tracebacks import is_raised_by_user
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derive_key
 from raysgd.comm.gloo import GlooGroup
@@ -229,9 +230,9 @@ class TorchCollectiveBackend(CollectiveBackend):
         self._reset()
 
     def is_communication_error(self, error: BaseException) -> bool:
-        return isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-        )
+        if not isinstance(error, RuntimeError) or isinstance(error, dist.DistError):
+            return isinstance(error, dist.DistError)
+        return any(sign in str(error) for sign in _SIGNS) and not is_raised_by_user(error)
 
     def advice(self, error: BaseException) -> str:
         if not isinstance(error, ValueError) or not any(sign in str(error) for sign in _STALE):

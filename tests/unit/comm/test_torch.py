@@ -205,6 +205,9 @@ def test_communication_errors_are_distinguished_from_others(backend):
         dist.DistStoreError("timeout"),
     ]
     no = [RuntimeError("shapes do not match"), ValueError("gloo/"), KeyError("NCCL")]
+    with pytest.raises(RuntimeError) as of_user:
+        raise RuntimeError("Set NCCL_SOCKET_IFNAME first.")
+    no.append(of_user.value)
     assert all(map(backend.is_communication_error, yes))
     assert not any(map(backend.is_communication_error, no))
 

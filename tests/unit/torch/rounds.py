@@ -304,7 +304,7 @@ class Player:
             raise LeftError
         if (self.process, step, f"fail {moment}") in self.leaves:
             self.leaves.remove((self.process, step, f"fail {moment}"))
-            raise RuntimeError("gloo/ on purpose")
+            raise dist.DistBackendError("on purpose")
 
     def train(self, call, goal):
         self.runner.handle(TrainRequest(call_number=call, until_step=goal))
