@@ -17,7 +17,11 @@ from raysgd.torch.collectives import average_gradients
 from raysgd.torch.modules import is_ddp, running_statistics
 from raysgd.torch.strategies import replicated_model
 from raysgd.torch.strategies.collective_exchange import CollectiveExchange
-from raysgd.torch.strategies.replicated_model import ReplicatedModel, gradient_version
+from raysgd.torch.strategies.replicated_model import (
+    BackwardPasses,
+    ReplicatedModel,
+    gradient_version,
+)
 from raysgd.torch.tensors import backward_pass_number, parameters_of
 from raysgd.torch.train_state import TorchTrainState
 
@@ -117,6 +121,8 @@ class DDPExchange(UserDDPExchange):
                 "hook. The workers average gradients until the end of the pass. Call step() after "
                 "it."
             )
+        if len(self._passes) > 1 and not self._train_state.update.optimizer_steps.need_backup:
+            _join_averages(self._skipped())  # in the commit, a lost worker would undo the step
         of_user = (w for w in self._wrappers if not isinstance(w, ReplicatedModel))
         others = {p for wrapper in of_user for p in wrapper.parameters()}  # user code averages them
         stepped = dict.fromkeys(p for p in parameters_of(optimizer) if p not in others)
@@ -147,16 +153,16 @@ class DDPExchange(UserDDPExchange):
         model counts as skipped if it had a backward pass in the previous update. Without a pass and
         without steps of optimizers, the first one counts. Every rank must call this.
         """
+        skipped, has_trained = self._skipped(), any(p.first_pass is not None for p in self._passes)
+        if not (has_trained or update.optimizer_steps.counts):
+            skipped = (skipped or self._passes)[:1]
+        _join_averages(skipped)
+
+    def _skipped(self) -> list[BackwardPasses]:
+        """Return those that had a pass in the previous update, in its order, but not in this."""
         untrained = [passes for passes in self._passes if passes.first_pass is None]
         skipped = [passes for passes in untrained if passes.previous_first_pass is not None]
-        skipped.sort(key=lambda passes: passes.previous_first_pass or 0)
-        if not update.optimizer_steps.counts and len(untrained) == len(self._passes):
-            skipped = (skipped or untrained)[:1]
-        parameters = [parameter for passes in skipped for parameter in passes.model.parameters()]
-        if any(parameter.grad is not None for parameter in parameters):
-            return  # user code accumulates gradients
-        for passes in skipped:
-            passes.complete_skipped()
+        return sorted(skipped, key=lambda passes: passes.previous_first_pass or 0)
 
     def commit(self, update: Update) -> None:
         for passes in self._passes:
@@ -165,3 +171,12 @@ class DDPExchange(UserDDPExchange):
     def roll_back(self, update: Update) -> None:
         super().roll_back(update)
         self.commit(update)  # forgets the passes
+
+
+def _join_averages(skipped: Sequence[BackwardPasses]) -> None:
+    """Join the averages of models that this worker has not trained in this update."""
+    parameters = [parameter for passes in skipped for parameter in passes.model.parameters()]
+    if any(parameter.grad is not None for parameter in parameters):
+        return  # user code accumulates gradients
+    for passes in skipped:
+        passes.complete_skipped()

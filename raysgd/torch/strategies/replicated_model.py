@@ -245,6 +245,7 @@ class BackwardPasses:
         if not self.is_prepared:  # a forward pass without the module, as in PyTorch's Join
             self.model._pre_forward()  # type: ignore[no-untyped-call]
             self.model._post_forward(())  # type: ignore[no-untyped-call]
+        self.previous_first_pass = None  # a model joins once
         self._complete_averages(self.reduced)
         if any(parameter.grad is not None for parameter in self.reduced):
             raise RuntimeError(

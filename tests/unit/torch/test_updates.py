@@ -14,11 +14,12 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import EMA
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.update import Update
+from raysgd.loop.update import OptimizerSteps, Update
 from raysgd.torch.collectives import _FIRST_CALLS, TorchCollectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies import replicated_model
+from raysgd.torch.strategies.replicated_exchange import DDPExchange
 from raysgd.torch.tensors import state_digest
 from tests.operators import local
 from tests.unit.torch.test_rollback import rollback_of
@@ -489,3 +490,60 @@ def test_checkpoint_knows_which_parameters_were_trained(tmp_path):
         frozen.pop("requires_grad")  # as in older files
         second.load_state_dict(frozen)
         assert second.apply_all_operators(required) == [[True] * 4]
+
+
+# ---- updates that fail
+
+
+class Twice(Plain):
+    def train_batch(self, batch, batch_info):
+        for number in range(2):
+            self.backward(self.criterion(self.model(batch[0]), batch[1]))
+            self.optimizer_step(self.optimizer)
+            if number == 0 and batch_info["info"].get("fails"):
+                raise ValueError("between two steps")
+        return {}
+
+
+def test_a_worker_that_loads_a_state_knows_when_an_update_is_complete(make_trainer):
+    """Half of its first update would count otherwise."""
+    trainer, loaded = make_trainer(Twice), make_trainer(Twice)
+    trainer.train(num_steps=1)
+    loaded.load_state_dict(trainer.state_dict())
+    before = state_digest(trainer.get_model().state_dict())
+    with pytest.raises(ValueError, match="between two steps"):
+        loaded.train(info={"fails": True})
+    assert loaded.global_step == 1
+    assert state_digest(loaded.get_model().state_dict()) == before
+
+
+class InTurn(Plain):
+    def setup(self, config):
+        models = [net(), net()]
+        optimizer = torch.optim.SGD([p for each in models for p in each.parameters()], lr=0.1)
+        self.models, self.optimizer = self.register(models=models, optimizers=optimizer)
+        self.register_data(train_loader=DataLoader(DATA, batch_size=4))
+
+    def train_batch(self, batch, batch_info):
+        model = self.models[batch_info["global_step"] % 2]
+        self.backward(torch.nn.functional.mse_loss(model(batch[0]), batch[1]))
+        self.optimizer_step(self.optimizer)
+        return {}
+
+
+def test_the_only_step_of_an_update_comes_after_all_averages(process_group, monkeypatch):
+    """If a worker is lost in an average after it, nothing could undo the step."""
+    calls = []
+    for cls, name in [
+        (replicated_model.BackwardPasses, "complete_skipped"),
+        (OptimizerSteps, "begin"),
+        (DDPExchange, "before_commit"),
+    ]:
+        plain = getattr(cls, name)
+        spy = lambda *a, f=plain, n=name: (calls.append(n), f(*a))[1]  # noqa: E731
+        monkeypatch.setattr(cls, name, spy)
+    runner = TorchRunner(TorchOptions(training_operator_cls=InTurn))
+    runner.setup(WorkerContext(distributed=True))
+    runner.handle(TrainRequest(call_number=0, until_step=3))
+    step = ["begin", "before_commit"]
+    assert calls == [*step, "complete_skipped", *step, "complete_skipped", *step]
