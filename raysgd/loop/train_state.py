@@ -162,6 +162,8 @@ class TrainState(ABC):
             position["global_batch"] = global_batch
         if loader_seeds := self.data.own_seeds():
             position["loader_seeds"] = loader_seeds
+        if max(max_counts := [*self.update.optimizer_steps.max_counts.values()], default=1) > 1:
+            position["optimizer_steps"] = max_counts  # when an update is complete
         if self.micro_batching.num_splits > 1:
             position["split"] = self.micro_batching.num_splits
         if self.data.training_source_name != "train":
@@ -176,6 +178,7 @@ class TrainState(ABC):
         own.epoch, own.offset, own.global_step = position["epoch"], position["offset"], global_step
         own.validation_offset = position.get("validation_offset", 0)
         self.data.training_source_name = position.get("trains_on", "train")
+        self.update.optimizer_steps.load_max_counts(position.get("optimizer_steps", ()))
         self.micro_batching.num_splits = position.get("split", 1)
         self.data.reseed(position.get("seed", self.data.seed), position.get("loader_seeds"))
         self.data.training_source.load_resume_info(position.get("stream", {}))

@@ -225,6 +225,11 @@ class OptimizerSteps:
         self.max_counts = dict.fromkeys(map(id, optimizers), 1)
         self.counts_in_commit = counts_in_commit
 
+    def load_max_counts(self, counts: Sequence[int]) -> None:
+        """Load the `max_counts` of another worker, or of a saved state, in their order."""
+        if len(counts) == len(self.max_counts):
+            self.max_counts = dict(zip(self.max_counts, counts, strict=True))
+
     def reset(self) -> None:
         self.running_optimizer: Any = None  # the optimizer whose step runs
         self.requested: set[int] = set()
