@@ -20,7 +20,7 @@ _MAX_UNREAD = 64
 class PhaseTotals(NamedTuple):
     """What a worker has measured since it started."""
 
-    seconds: tuple[float, ...] = (0.0,) * len(PHASES)
+    phase_s: tuple[float, ...] = (0.0,) * len(PHASES)
     num_steps: int = 0
     num_samples: float = 0
     num_loader_workers: int | None = None  # ``num_workers`` of the train loader, if it has any
@@ -36,7 +36,7 @@ class DeviceTiming:
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
-        self.seconds = self._until = (0.0,) * len(PHASES)  # and the host's seconds that they cover
+        self.phase_s = self._until = (0.0,) * len(PHASES)  # and the host's seconds that they cover
         self._events: list[tuple[int, Any]] | None = None  # of the step in progress, if measured
         self._measured_at = 0.0
         self._unread: deque[tuple[list[tuple[int, Any]], tuple[float, ...]]] = deque(
@@ -75,10 +75,10 @@ class DeviceTiming:
         device_s[OTHER] = device_s[SAVE] = 0.0
         rest_s = sum(host_s) - host_s[OTHER] - host_s[SAVE]
         factor = rest_s / (sum(device_s) or 1.0)
-        divided = [before + factor * s for before, s in zip(self.seconds, device_s, strict=True)]
+        divided = [before + factor * s for before, s in zip(self.phase_s, device_s, strict=True)]
         divided[OTHER] += host_s[OTHER]
         divided[SAVE] += host_s[SAVE]
-        self.seconds = tuple(divided)  # in one step, because other threads read it
+        self.phase_s = tuple(divided)  # in one step, because other threads read it
 
 
 class StepTiming:
@@ -96,7 +96,7 @@ class StepTiming:
         self.num_steps = 0
         self.num_samples: float = 0
         self.num_loader_workers: int | None = None
-        self._seconds = [0.0] * len(PHASES)
+        self._phase_s = [0.0] * len(PHASES)
         self._since = perf_counter()
         self.thread: int | None = None
 
@@ -105,10 +105,10 @@ class StepTiming:
         before = self.phase
         if before != phase and before != _OUTSIDE:
             now = perf_counter()
-            self._seconds[before] += now - self._since
+            self._phase_s[before] += now - self._since
             self._since, self.phase = now, phase
             if self._device is not None:
-                self._device.begin(phase, now, self._seconds)
+                self._device.begin(phase, now, self._phase_s)
         return before
 
     @contextlib.contextmanager
@@ -143,8 +143,8 @@ class StepTiming:
 
     @property
     def totals(self) -> PhaseTotals:
-        seconds = tuple(self._seconds) if self._device is None else self._device.seconds
-        return PhaseTotals(seconds, self.num_steps, self.num_samples, self.num_loader_workers)
+        phase_s = tuple(self._phase_s) if self._device is None else self._device.phase_s
+        return PhaseTotals(phase_s, self.num_steps, self.num_samples, self.num_loader_workers)
 
 
 _active: StepTiming | None = None

@@ -218,7 +218,7 @@ def _position_in_run(trainer: AnyTrainer, epoch: int) -> str:
 def _slow_phase(trainer: AnyTrainer) -> dict[str, str]:
     """Return the phase that takes longest, and its fraction, unless it is computing."""
     workers = trainer.speed().workers
-    totals = {name: sum(w.num_steps * w.seconds[name] for w in workers) for name in PHASES}
+    totals = {name: sum(w.num_steps * w.phase_s[name] for w in workers) for name in PHASES}
     computing_s = sum(w.num_steps * w.computing_s for w in workers)
     longest = max(totals, key=lambda name: totals[name])
     if totals[longest] <= max(computing_s, 1.0):

@@ -75,8 +75,8 @@ class FitLoop:
                 if arguments.validate_every and not dispatcher.results.has_all_epochs:
                     self._run_sanity_check()
                 history = self._train_epochs()
-            if sentence := dispatcher.controller.speed.report().sentence:
-                logger.warning("%s", sentence)
+            if advice := dispatcher.controller.speed.report().advice:
+                logger.warning("%s", advice)
             return history
 
     def _train_epochs(self) -> History:

@@ -33,7 +33,7 @@ class WorkerSpeed:
     """Number of measured steps."""
     samples_per_s: float
     """Samples per second; 0 if unknown."""
-    seconds: Mapping[str, float]
+    phase_s: Mapping[str, float]
     """Mean seconds per step by phase: ``data``, ``copy``, ``forward``, ``backward``, ``wait`` (for
     other workers), ``optimizer``, ``save`` (checkpoints and snapshots), and ``other``."""
     num_loader_workers: int | None = None
@@ -42,35 +42,35 @@ class WorkerSpeed:
     @property
     def step_s(self) -> float:
         """Mean seconds per step."""
-        return sum(self.seconds.values())
+        return sum(self.phase_s.values())
 
     @property
     def computing_s(self) -> float:
         """Mean seconds per step of computing."""
-        return sum(self.seconds[name] for name in ("copy", "forward", "backward", "optimizer"))
+        return sum(self.phase_s[name] for name in ("copy", "forward", "backward", "optimizer"))
 
     @property
     def busy_s(self) -> float:
         """Mean seconds per step without the wait for other workers."""
-        return self.step_s - self.seconds["wait"]
+        return self.step_s - self.phase_s["wait"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedReport:
-    """The result of ``trainer.speed()``. Its text is a table, and the sentence."""
+    """The result of ``trainer.speed()``. Its text is a table, and the advice."""
 
     workers: Sequence[WorkerSpeed] = ()
     """The workers by rank."""
     since_step: int = 0
     """The step at which the measurement began: the last change of the group."""
-    sentence: str = ""
+    advice: str = ""
     """Which phase is slow, where, and what to try. Empty if nothing is wrong."""
 
     def __str__(self) -> str:
-        shown = [n for n in PHASES if any(w.seconds[n] >= 5e-6 for w in self.workers)]
+        shown = [n for n in PHASES if any(w.phase_s[n] >= 5e-6 for w in self.workers)]
         rows = [("ms per step", *shown, "sum", "samples/s")]
         for each in self.workers:
-            values = [each.seconds[name] * 1000 for name in shown]
+            values = [each.phase_s[name] * 1000 for name in shown]
             cells = [f"{value:.3g}" for value in (*values, each.step_s * 1000)]
             rows.append((f"worker {each.rank} on {each.host}", *cells, f"{each.samples_per_s:.0f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -78,7 +78,7 @@ class SpeedReport:
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
             for row in rows
         ]
-        return "\n".join([*lines, self.sentence] if self.sentence else lines)
+        return "\n".join([*lines, self.advice] if self.advice else lines)
 
 
 _ADVICE_FOR_ALL = {
@@ -106,7 +106,7 @@ class Bottleneck(NamedTuple):
 
     phase: str
     rank: int | None
-    text: str
+    advice: str
 
 
 def find_bottleneck(
@@ -123,19 +123,19 @@ def find_bottleneck(
     if len(workers) > 1 and (found := _find_straggler(workers, since)):
         return found
     step_s = statistics.mean(each.step_s for each in workers)
-    least_s = {name: min(each.seconds[name] for each in workers) for name in _ADVICE_FOR_ALL}
+    least_s = {name: min(each.phase_s[name] for each in workers) for name in _ADVICE_FOR_ALL}
     phase = max(least_s, key=lambda name: least_s[name] / _MIN_FRACTIONS[name])
     if least_s[phase] < max(_MIN_FRACTIONS[phase] * step_s, _MIN_STEP_S):
         return None
     rank, why = _find_slow_link(workers, links or {}) if phase == "wait" else (None, "")
-    text = _ADVICE_FOR_ALL[phase].format(
+    advice = _ADVICE_FOR_ALL[phase].format(
         percent=f"{100 * least_s[phase] / step_s:.0f} % of the",
         since=since,
         all=" on all workers" if len(workers) > 1 else "",
         loader=_advice_for_loader(workers[0]),
         why=why,
     )
-    return Bottleneck(phase, rank, text)
+    return Bottleneck(phase, rank, advice)
 
 
 def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Bottleneck | None:
@@ -145,8 +145,8 @@ def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Bottleneck | 
     least_s = max(_STRAGGLER_FRACTION * slowest.step_s, _MIN_STEP_S)
     if extra_s < least_s or slowest.busy_s < _SLOW_BY * (slowest.busy_s - extra_s):
         return None
-    slow = {**slowest.seconds, "computing": slowest.computing_s}
-    usual = {name: statistics.median(each.seconds[name] for each in others) for name in PHASES}
+    slow = {**slowest.phase_s, "computing": slowest.computing_s}
+    usual = {name: statistics.median(each.phase_s[name] for each in others) for name in PHASES}
     usual["computing"] = statistics.median(each.computing_s for each in others)
     extra = {name: slow[name] - usual[name] for name in _ADVICE_FOR_ONE}
     phase = max(extra, key=lambda name: extra[name])
@@ -155,12 +155,12 @@ def _find_straggler(workers: Sequence[WorkerSpeed], since: str) -> Bottleneck | 
         phase = "computing"
     is_known = 20 * usual[phase] > slow[phase]
     times = f"{slow[phase] / usual[phase]:.1f} times" if is_known else "much"
-    text = _ADVICE_FOR_ONE[phase].format(
+    advice = _ADVICE_FOR_ONE[phase].format(
         longer=f"{times} longer than the others{since}",
         percent=f"{100 * slow[phase] / slowest.step_s:.0f} % of the",
         loader=_advice_for_loader(slowest),
     )
-    return Bottleneck(phase, slowest.rank, f"Worker {slowest.rank} on {slowest.host} {text}")
+    return Bottleneck(phase, slowest.rank, f"Worker {slowest.rank} on {slowest.host} {advice}")
 
 
 def _advice_for_loader(worker: WorkerSpeed) -> str:

@@ -13,7 +13,7 @@ from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_bottleneck
 
 _WINDOW_S = 1.0
 _MIN_S, _MIN_STEPS = 3.0, 10
-"""Training that is too short for a sentence."""
+"""Training that is too short for advice."""
 
 _ByWorker = Mapping[WorkerHandle, PhaseTotals]
 
@@ -72,9 +72,9 @@ class SpeedMonitor:
             self._window_start = self._newest
 
     def _with_saves(self, totals: PhaseTotals) -> PhaseTotals:
-        seconds = list(totals.seconds)
-        seconds[SAVE] += self._saved_s
-        return totals._replace(seconds=tuple(seconds))
+        phase_s = list(totals.phase_s)
+        phase_s[SAVE] += self._saved_s
+        return totals._replace(phase_s=tuple(phase_s))
 
     # ---- results
 
@@ -83,16 +83,16 @@ class SpeedMonitor:
         if not any(worker.num_steps for worker in workers):
             return SpeedReport()
         since = max(0, self._step - max(worker.num_steps for worker in workers))
-        sentence = self._sentence(workers, since) if _seconds(workers) >= _MIN_S else ""
-        return SpeedReport(workers=workers, since_step=since, sentence=sentence)
+        advice = self._advice(workers, since) if _seconds(workers) >= _MIN_S else ""
+        return SpeedReport(workers=workers, since_step=since, advice=advice)
 
-    def _sentence(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
+    def _advice(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
         found = find_bottleneck(workers, since_step, self._links)
         if found is None or any(each.num_steps < _MIN_STEPS for each in workers):
             return ""
         if found.phase != "save" and self._num_windows[found[:2]] < 0.6 * self._num_windows.total():
             return ""  # noise, or a few slow steps
-        return found.text
+        return found.advice
 
     def end_interval(
         self, kind: str, timing: Mapping[WorkerHandle, PhaseTotals] | None = None
@@ -108,7 +108,7 @@ class SpeedMonitor:
         workers = _speeds({member: before.get(member, new) for member in newest}, newest)
         if not (workers and all(worker.num_steps for worker in workers)):
             return {}
-        seconds = {f"{name}_s": [worker.seconds[name] for worker in workers] for name in PHASES}
+        seconds = {f"{name}_s": [worker.phase_s[name] for worker in workers] for name in PHASES}
         return {**seconds, "samples_per_s": [worker.samples_per_s for worker in workers]}
 
 
@@ -119,13 +119,13 @@ def _speeds(began: _ByWorker, ended: _ByWorker) -> list[WorkerSpeed]:
         new = ended[member]
         old = PhaseTotals() if new.num_steps < old.num_steps else old  # it may have set up again
         num_steps, num_samples = new.num_steps - old.num_steps, new.num_samples - old.num_samples
-        spent = [now - before for now, before in zip(new.seconds, old.seconds, strict=True)]
+        spent = [now - before for now, before in zip(new.phase_s, old.phase_s, strict=True)]
         speed = WorkerSpeed(
             rank=rank,
             host=member.location.node_ip,
             num_steps=num_steps,
             samples_per_s=num_samples / (sum(spent) or 1.0),
-            seconds={n: s / max(1, num_steps) for n, s in zip(PHASES, spent, strict=True)},
+            phase_s={n: s / max(1, num_steps) for n, s in zip(PHASES, spent, strict=True)},
             num_loader_workers=new.num_loader_workers,
         )
         speeds.append(speed)

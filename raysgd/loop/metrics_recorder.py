@@ -91,7 +91,7 @@ class MetricsRecorder:
                 epoch=position.epoch + (position.offset > 0),
                 metrics=metrics,
                 timing=timing,
-                seconds=sum(timing.seconds) - sum(self._totals_at_point.seconds),
+                seconds=sum(timing.phase_s) - sum(self._totals_at_point.phase_s),
                 reaches_log_step=not is_leaving,
             )
         )
@@ -110,7 +110,7 @@ class MetricsRecorder:
         before, now = self._totals_before, self._train_state.step_timing.totals
         num_steps = now.num_steps - before.num_steps
         means = {
-            f"mean_{key}_s": (now.seconds[phase] - before.seconds[phase]) / num_steps
+            f"mean_{key}_s": (now.phase_s[phase] - before.phase_s[phase]) / num_steps
             for key, phase in (_PROFILED.items() if num_steps else ())
         }
         return {**result, "profile": means | timers.stats()} if timers.enabled else result

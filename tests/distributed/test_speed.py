@@ -62,16 +62,16 @@ def test_a_slow_loader_of_one_worker_is_named(module_cluster, quick, tmp_path, c
         trainer.fit(1, verbose=False)
         report = trainer.speed()
     fast, slow = report.workers
-    assert report.sentence.startswith(f"Worker 1 on {slow.host} waits for data")
-    assert "raise DataLoader(num_workers=0)" in report.sentence
-    assert report.sentence in caplog.text, "fit logs it at its end"
-    assert slow.seconds["data"] > 0.8 * SLEEP_S
-    assert slow.seconds["data"] > fast.seconds["data"]
-    assert slow.seconds["wait"] < fast.seconds["wait"], "for gradients of the other worker"
-    assert fast.seconds["save"] > slow.seconds["save"] == 0, "worker 0 takes the snapshots"
+    assert report.advice.startswith(f"Worker 1 on {slow.host} waits for data")
+    assert "raise DataLoader(num_workers=0)" in report.advice
+    assert report.advice in caplog.text, "fit logs it at its end"
+    assert slow.phase_s["data"] > 0.8 * SLEEP_S
+    assert slow.phase_s["data"] > fast.phase_s["data"]
+    assert slow.phase_s["wait"] < fast.phase_s["wait"], "for gradients of the other worker"
+    assert fast.phase_s["save"] > slow.phase_s["save"] == 0, "worker 0 takes the snapshots"
     for worker in report.workers:
         assert worker.num_steps == 7
-        parts = worker.seconds
+        parts = worker.phase_s
         assert min(parts["forward"], parts["backward"], parts["optimizer"]) > 0
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["kind"] == "train"

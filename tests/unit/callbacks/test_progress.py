@@ -62,7 +62,7 @@ def test_a_bar_shows_the_longest_phase_unless_it_is_computing(terminal):
 
     def train(**seconds):
         row = {**dict.fromkeys(PHASES, 0.0), **seconds}
-        worker = WorkerSpeed(rank=0, host="", num_steps=2, samples_per_s=1.0, seconds=row)
+        worker = WorkerSpeed(rank=0, host="", num_steps=2, samples_per_s=1.0, phase_s=row)
         trainer.speed = lambda: SpeedReport(workers=[worker] * 2)
         bar.on_progress(trainer, "train", [progress(1)] * 2)
 

@@ -26,16 +26,16 @@ def speeds(*rows, hosts="ABCD", num_loader_workers=0):
             host=hosts[rank],
             num_steps=100,
             samples_per_s=1.0,
-            seconds=ms(**row),
+            phase_s=ms(**row),
             num_loader_workers=num_loader_workers,
         )
         for rank, row in enumerate(rows)
     ]
 
 
-def sentence(workers, links=None):
+def advice(workers, links=None):
     cause = find_bottleneck(workers, 42, links)
-    return "" if cause is None else cause.text
+    return "" if cause is None else cause.advice
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def sentence(workers, links=None):
     ],
 )
 def test_healthy_training_has_no_sentence(rows):
-    assert sentence(speeds(*rows)) == ""
+    assert advice(speeds(*rows)) == ""
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_healthy_training_has_no_sentence(rows):
 )
 def test_a_slow_phase_of_all_workers_is_named(row, said):
     rows = {**HEALTHY, "other": 1.5, **row}
-    assert sentence(speeds(rows, rows)).startswith(said)
+    assert advice(speeds(rows, rows)).startswith(said)
 
 
 def test_advice_names_the_loader_or_the_loss():
     row = {**HEALTHY, "data": 80}
-    assert sentence(speeds(row, num_loader_workers=3)).endswith("raise DataLoader(num_workers=3).")
-    assert "in other processes" in sentence(speeds(row, num_loader_workers=None))
-    assert "all workers" not in sentence(speeds(row))
-    assert "look at the loss" in sentence(speeds({**HEALTHY, "other": 80}))
+    assert advice(speeds(row, num_loader_workers=3)).endswith("raise DataLoader(num_workers=3).")
+    assert "in other processes" in advice(speeds(row, num_loader_workers=None))
+    assert "all workers" not in advice(speeds(row))
+    assert "look at the loss" in advice(speeds({**HEALTHY, "other": 80}))
 
 
 @pytest.mark.parametrize(
@@ -92,23 +92,23 @@ def test_advice_names_the_loader_or_the_loss():
 def test_the_slowest_worker_is_named_though_the_others_wait(slow, said):
     usual = {"data": 1.0, "forward": 4.0, "backward": 10.0, "optimizer": 0.5, "other": 1.0}
     waiting = {**usual, "wait": sum(slow.values())}
-    found = sentence(speeds(waiting, waiting, {**usual, **slow, "wait": 1.0}))
+    found = advice(speeds(waiting, waiting, {**usual, **slow, "wait": 1.0}))
     assert found.startswith(said)
 
 
 def test_a_slow_connection_is_named():
     row = {**HEALTHY, "wait": 519.7}
     links = {("A", "B"): 16e8, ("B", "C"): 12e6, ("C", "A"): 11e6, ("C", "B"): 12e6}
-    found = sentence(speeds(row, row, row), links)
+    found = advice(speeds(row, row, row), links)
     assert "because worker 2 on C sends 12.0 MB/s, and the others 1600.0 MB/s" in found
-    both = sentence(speeds(row, row), {("A", "B"): 11e6, ("B", "A"): 12e6})
+    both = advice(speeds(row, row), {("A", "B"): 11e6, ("B", "A"): 12e6})
     assert ", on all workers: look at the network" in both, "either host may be slow"
-    assert sentence(speeds(HEALTHY, HEALTHY, HEALTHY), links) == ""
+    assert advice(speeds(HEALTHY, HEALTHY, HEALTHY), links) == ""
 
 
 def test_the_report_is_a_table_and_the_sentence():
     workers = speeds({**HEALTHY, "data": 80}, HEALTHY)
-    text = str(SpeedReport(workers=workers, sentence="It is slow."))
+    text = str(SpeedReport(workers=workers, advice="It is slow."))
     head, first, second, last = text.splitlines()
     assert (
         " ".join(head.split()) == "ms per step data forward backward wait optimizer sum samples/s"
@@ -136,7 +136,7 @@ class Group:
         self.seen_step += num_steps
         for member, row in zip(self.members, rows, strict=True):
             old = self.totals.setdefault(member, PhaseTotals())
-            more = zip(old.seconds, ms(**row).values(), strict=True)
+            more = zip(old.phase_s, ms(**row).values(), strict=True)
             self.totals[member] = PhaseTotals(
                 tuple(before + num_steps * each for before, each in more),
                 old.num_steps + num_steps,
@@ -163,25 +163,25 @@ def test_short_slowness_and_noise_are_no_sentence():
     for second in range(120):
         rows = [WAITS, SLOW] if second % 5 else [SLOW, WAITS]
         group.train(*(rows if second % 16 >= 8 else [FAST, FAST]))
-    assert group.monitor.report().sentence == ""
+    assert group.monitor.report().advice == ""
     group = Group()
     for _ in range(5):
         group.train(FAST, FAST)
     group.train({**FAST, "wait": 60000.0}, {**FAST, "other": 60000.0}, seconds=60)
     assert find_bottleneck(group.monitor.report().workers).rank == 1, "on average"
-    assert group.monitor.report().sentence == ""
+    assert group.monitor.report().advice == ""
 
 
 def test_a_new_group_is_measured_from_its_start():
     group = Group()
     for _ in range(5):
         group.train(WAITS, SLOW)
-    assert "Worker 1" in group.monitor.report().sentence
+    assert "Worker 1" in group.monitor.report().advice
     group.members[1] = group.new_member("new")
     changed = group.seen_step
     group.train(FAST, FAST)
     report = group.monitor.report()
-    assert (report.since_step, report.sentence) == (changed, "")
+    assert (report.since_step, report.advice) == (changed, "")
     assert report.workers[0].step_s == pytest.approx(0.020)
     assert report.workers[1].host == "new"
 

@@ -61,7 +61,7 @@ def run(device, *, data_s=0.0, waits=False, saves_s=0.0):
                 device.now = max(device.now, device.done_at)
             with timing.within(SAVE):
                 device.now += saves_s
-    seconds = dict(zip(PHASES, timing.totals.seconds, strict=True))
+    seconds = dict(zip(PHASES, timing.totals.phase_s, strict=True))
     assert sum(seconds.values()) == pytest.approx(device.now, rel=0.1)
     return {name: value / sum(seconds.values()) for name, value in seconds.items() if value}
 
@@ -123,5 +123,5 @@ def test_a_gpu_measures_its_phases():
             torch.cuda.synchronize()
             time.sleep(0.01)
         timing.begin(DATA)
-    assert timing.totals.seconds[FORWARD] > 0
-    assert timing.totals.seconds[OTHER] > 0.4
+    assert timing.totals.phase_s[FORWARD] > 0
+    assert timing.totals.phase_s[OTHER] > 0.4
