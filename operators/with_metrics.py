@@ -12,7 +12,11 @@ import torch
 from raysgd._internal.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, values_of
 from raysgd.torch import TrainingOperator
-from raysgd.torch.interop.torchmetrics import MergedStates, copy_without_sync, nested_metrics
+from raysgd.torch.interop.torchmetrics import (
+    MergeableTorchMetric,
+    copy_without_sync,
+    nested_metrics,
+)
 from raysgd.torch.precision import to_full_precision
 
 if TYPE_CHECKING:
@@ -104,7 +108,7 @@ class WithMetrics(TrainingOperator):
             # Warnings about this worker's part alone are misleading.
             warnings.simplefilter("ignore")
             for name, metric in used.items():  # a worker may have had no batch
-                result.update(values_of(f"val_{name}", MergedStates(metric.clone().cpu())))
+                result.update(values_of(f"val_{name}", MergeableTorchMetric(metric.clone().cpu())))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

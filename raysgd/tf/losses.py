@@ -206,7 +206,7 @@ def inner_metrics(model: Any) -> list[Any]:
 def to_mergeable(metric: Any, arguments: Any) -> MergeableMetric:
     if isinstance(metric, keras.metrics.Mean) and type(metric).result is keras.metrics.Mean.result:
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
-    return KerasMetric(metric, arguments)
+    return MergeableKerasMetric(metric, arguments)
 
 
 def _map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -259,7 +259,7 @@ def _prove_sum(metric: Any, update: Callable[[], Any]) -> bool:
     return all(first.any() for first in once)
 
 
-class KerasMetric(MergeableMetric):
+class MergeableKerasMetric(MergeableMetric):
     """A Keras metric that is not a mean. Its variables add up, and Keras computes the result.
 
     Args:
@@ -273,7 +273,7 @@ class KerasMetric(MergeableMetric):
         self._config = type(metric), {k: [*v] if isinstance(v, list) else v for k, v in config}
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
-    def merge(self, other: KerasMetric) -> KerasMetric:
+    def merge(self, other: MergeableKerasMetric) -> MergeableKerasMetric:
         merged = copy.copy(self)
         merged._sums = [a + b for a, b in zip(self._sums, other._sums, strict=True)]
         return merged

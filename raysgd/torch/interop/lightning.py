@@ -60,7 +60,7 @@ class LightningOperatorMixin(_Base):  # type: ignore[misc]
         module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
         self._stand_in = TrainerStandIn(self)
-        self._epoch: dict[str, Any] | None = None  # its metrics; None before training
+        self._epoch_metrics: dict[str, Any] | None = None  # None before training
         with self._attach_trainer():
             loaders = self._load(config, unused)
             module.configure_model()
@@ -189,20 +189,21 @@ class LightningOperatorMixin(_Base):  # type: ignore[misc]
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
         module, state = self.module, self._train_state
-        begins = self._epoch is None or state.position.offset == 0
+        begins = self._epoch_metrics is None or state.position.offset == 0
         with self._attach_trainer(training=True) as stand_in:
             if begins and not state.call.keeps_modes and _overrides(module, "train"):
                 self.train_mode(True)  # before the hooks, which may change modes
             state.call.keeps_modes = True
-            if self._epoch is None:
-                self._epoch = {}
+            if self._epoch_metrics is None:
+                self._epoch_metrics = {}
                 module.on_train_start()
             if begins:
                 module.on_train_epoch_start()
             result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
-            self._epoch = result if begins else merge_segment_metrics([self._epoch, result])
+            earlier = self._epoch_metrics
+            self._epoch_metrics = result if begins else merge_segment_metrics([earlier, result])
             if self._loop_ends_epoch():
-                with stand_in.restoring_metrics(self._epoch):
+                with stand_in.restoring_metrics(self._epoch_metrics):
                     module.on_train_epoch_end()
             result.update(compute_logged(stand_in.pop_logged()))
         return result

@@ -9,7 +9,12 @@ import torch
 
 from raysgd._internal.forwarding import forward_to
 from raysgd.metrics import Sums, ratio
-from raysgd.torch.interop.torchmetrics import REDUCTIONS, MergedStates, Reduced, copy_without_sync
+from raysgd.torch.interop.torchmetrics import (
+    REDUCTIONS,
+    MergeableTorchMetric,
+    ReducedMetric,
+    copy_without_sync,
+)
 
 
 class TrainerStandIn:
@@ -80,7 +85,8 @@ class TrainerStandIn:
         if self.batch_size is None:
             self.batch_size = batch_size
         if hasattr(value, "metric_state"):
-            self._metrics[name], self._logged[name] = value, MergedStates(copy_without_sync(value))
+            self._metrics[name] = value
+            self._logged[name] = MergeableTorchMetric(copy_without_sync(value))
             value.reset()
             return
         is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
@@ -97,7 +103,7 @@ class TrainerStandIn:
             )
         value = value.detach() if is_tensor else value
         if reduction in REDUCTIONS:
-            value = Reduced(reduction, value)
+            value = ReducedMetric(reduction, value)
         elif batch_size is not None:
             value = Sums(ratio, total=value * batch_size, weight=batch_size)
         self._logged[name] = value
@@ -111,7 +117,7 @@ class TrainerStandIn:
         stack = contextlib.ExitStack()
         for key, value in result.items():
             metric = self._metrics.get(key.removesuffix(getattr(value, "suffix", "")))
-            if metric is not None and isinstance(value.metric, MergedStates):
+            if metric is not None and isinstance(value.metric, MergeableTorchMetric):
                 value.metric.load_into(metric)
                 stack.callback(metric.reset)
         return stack

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
-class Reduced(MergeableMetric):
+class ReducedMetric(MergeableMetric):
     """A number that was logged with ``reduce_fx`` "sum", "min", or "max"."""
 
     def __init__(self, reduce_fx: str, value: Any) -> None:
@@ -22,8 +22,8 @@ class Reduced(MergeableMetric):
         # A GPU tensor stays on the GPU, because reading it would synchronize.
         self._value = value.detach().double() if isinstance(value, torch.Tensor) else value
 
-    def merge(self, other: Reduced) -> Reduced:
-        return Reduced(self._reduce_fx, REDUCTIONS[self._reduce_fx](self._value, other._value))
+    def merge(self, other: ReducedMetric) -> ReducedMetric:
+        return type(self)(self._reduce_fx, REDUCTIONS[self._reduce_fx](self._value, other._value))
 
     def compute(self) -> float:
         return float(self._value)
@@ -32,7 +32,7 @@ class Reduced(MergeableMetric):
         return {"_reduce_fx": self._reduce_fx, "_value": float(self._value)}
 
 
-class MergedStates(MergeableMetric):
+class MergeableTorchMetric(MergeableMetric):
     """A metric of TorchMetrics, of several batches or workers.
 
     `compute` reduces their states together, as TorchMetrics reduces the states of its processes.
@@ -41,10 +41,10 @@ class MergedStates(MergeableMetric):
     def __init__(self, *metrics: Metric) -> None:
         self._metrics = metrics
 
-    def merge(self, other: MergedStates) -> MergedStates:
-        both = MergedStates(*self._metrics, *other._metrics)
+    def merge(self, other: MergeableTorchMetric) -> MergeableTorchMetric:
+        both = MergeableTorchMetric(*self._metrics, *other._metrics)
         # Other reductions, such as means, need all states together.
-        return MergedStates(both._reduce_states()) if _are_associative(self._metrics[0]) else both
+        return type(self)(both._reduce_states()) if _are_associative(self._metrics[0]) else both
 
     def compute(self) -> Any:
         return _add_underscores(self._reduce_states().compute())

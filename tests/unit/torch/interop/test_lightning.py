@@ -13,7 +13,7 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_worker_metrics
 from raysgd.testing import run_operator
-from raysgd.torch.interop.torchmetrics import MergedStates, copy_without_sync
+from raysgd.torch.interop.torchmetrics import MergeableTorchMetric, copy_without_sync
 from raysgd.torch.options import TorchOptions, TorchSettings
 from raysgd.torch.runner import build_operator
 from tests.fidelity import flat
@@ -319,7 +319,11 @@ def test_a_logged_metric_of_torchmetrics_does_not_wait_for_other_workers():
         torchmetrics.SumMetric(dist_sync_fn=wait, distributed_available_fn=lambda: True)
     )
     metric.update(2.0)
-    assert MergedStates(copy_without_sync(metric)).compute() == {"_raw": 2, "_min": 2, "_max": 2}
+    assert MergeableTorchMetric(copy_without_sync(metric)).compute() == {
+        "_raw": 2,
+        "_min": 2,
+        "_max": 2,
+    }
 
 
 class Planning(Line):
