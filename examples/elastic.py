@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.testing.chaos import Chaos, schedule
+from raysgd.testing.chaos import Chaos, draw_faults
 from raysgd.utils import BATCH_SIZE
 
 
@@ -122,7 +122,7 @@ def main():
     if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
         # The workers mostly sleep and do not need a CPU each.
         ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), log_to_driver=False)
-    kills = schedule(args.seed, num_kills, args.num_workers, num_steps=num_epochs * num_steps)
+    kills = draw_faults(args.seed, num_kills, args.num_workers, num_steps=num_epochs * num_steps)
     print("to be killed:", ", ".join(f"worker {k.rank} at step {k.step}" for k in kills))
 
     started = time.time()

@@ -2,9 +2,9 @@
 
 Nothing is simulated: signals kill worker processes, on any node::
 
-    from raysgd.testing.chaos import Chaos, schedule
+    from raysgd.testing.chaos import Chaos, draw_faults
 
-    faults = schedule(seed=1, num_kills=3, num_workers=4, num_steps=500)
+    faults = draw_faults(seed=1, num_kills=3, num_workers=4, num_steps=500)
     with Chaos(trainer, faults) as chaos:
         trainer.train(max_retries=len(faults))
     print(chaos.injected, trainer.events)
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raysgd.cluster.worker_handle import WorkerHandle
     from raysgd.driver.base import OperatorTrainer
 
-__all__ = ["Chaos", "Fault", "InjectedFault", "kill", "schedule"]
+__all__ = ["Chaos", "Fault", "InjectedFault", "draw_faults", "kill"]
 
 _POLL_S = 0.02
 
@@ -69,13 +69,13 @@ class InjectedFault(NamedTuple):
     time: float
 
 
-def schedule(seed: int, num_kills: int, num_workers: int, num_steps: int) -> list[Fault]:
+def draw_faults(seed: int, num_kills: int, num_workers: int, num_steps: int) -> list[Fault]:
     """Draw random faults, at most one per step, and return them in the order of their steps.
 
     The same arguments give the same faults. The ranks are below `num_workers`, and the steps below
     `num_steps`.
 
-    >>> [(fault.step, fault.rank) for fault in schedule(0, 3, 4, num_steps=100)]
+    >>> [(fault.step, fault.rank) for fault in draw_faults(0, 3, 4, num_steps=100)]
     [(50, 0), (54, 2), (98, 3)]
     """
     draw = random.Random(seed)
@@ -88,7 +88,7 @@ class Chaos:
 
     Use it as a context manager::
 
-        with Chaos(trainer, schedule(1, num_kills=3, num_workers=4, num_steps=500)) as chaos:
+        with Chaos(trainer, draw_faults(1, num_kills=3, num_workers=4, num_steps=500)) as chaos:
             trainer.train()
 
     A due fault waits for a worker with its rank, and for another worker to survive. Faults that
@@ -96,7 +96,7 @@ class Chaos:
 
     Args:
         trainer: The trainer whose workers to kill.
-        faults: Faults to inject, for example from `schedule`.
+        faults: Faults to inject, for example from `draw_faults`.
     """
 
     def __init__(self, trainer: OperatorTrainer, faults: Sequence[Fault]) -> None:

@@ -41,7 +41,7 @@ SURFACE = {
         SequenceClassifier SupervisedOperator WithMetrics
     """,
     "raysgd.testing": "run_operator",
-    "raysgd.testing.chaos": "Chaos Fault InjectedFault kill schedule",
+    "raysgd.testing.chaos": "Chaos Fault InjectedFault draw_faults kill",
     "raysgd.tf": "TFTrainer TrainingOperator",
     "raysgd.torch": "CreatorOperator TorchTrainer TrainingOperator",
     "raysgd.torch.constants": """

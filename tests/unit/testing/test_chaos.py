@@ -3,13 +3,13 @@
 import pytest
 
 from raysgd.testing import chaos
-from raysgd.testing.chaos import schedule
+from raysgd.testing.chaos import draw_faults
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_schedule_is_deterministic_and_within_its_bounds(seed):
-    faults = schedule(seed, 9, 3, num_steps=10)
-    assert faults == schedule(seed, 9, 3, num_steps=10)
+    faults = draw_faults(seed, 9, 3, num_steps=10)
+    assert faults == draw_faults(seed, 9, 3, num_steps=10)
     assert [fault.step for fault in faults] == list(range(1, 10))
     assert {fault.rank for fault in faults} == {0, 1, 2}
 
