@@ -25,7 +25,7 @@ except ImportError as error:
     ) from error
 
 _STATE = "trainer.checkpoint"
-_OPTIONS = "optimizer_options.json"
+_HYPERPARAMETERS = "optimizer_options.json"
 _FUNCTION_STATE = "checkpoint"
 """Files in the checkpoint of a trial."""
 
@@ -74,7 +74,7 @@ class BaseTrainable(Trainable):
         self.trainer = self._create_trainer(config)
         apply = self.trainer.apply_all_operators
         self._has_validation = apply(has_validation_loader)[0]
-        self._initial_options = apply(lambda op: op._initial_hyperparameters())[0]
+        self._initial_hyperparameters = apply(lambda op: op._initial_hyperparameters())[0]
 
     def _create_trainer(self, config: dict[str, Any]) -> Any:
         arguments = self.trainer_arguments(config)
@@ -96,13 +96,14 @@ class BaseTrainable(Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         self.trainer.save(Path(checkpoint_dir) / _STATE)
-        (Path(checkpoint_dir) / _OPTIONS).write_text(json.dumps(self._initial_options))
+        saved = Path(checkpoint_dir) / _HYPERPARAMETERS
+        saved.write_text(json.dumps(self._initial_hyperparameters))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
-        saved = Path(checkpoint) / _OPTIONS
-        now = self._initial_options
+        saved = Path(checkpoint) / _HYPERPARAMETERS
+        now = self._initial_hyperparameters
         then = json.loads(saved.read_text()) if saved.exists() else now
         if then != now:
             self.trainer.apply_all_operators(lambda op: op._rescale_hyperparameters(then, now))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.cluster import remote_functions
-from raysgd.train.worker_session import receive_datasets
+from raysgd.train.worker_session import set_datasets
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Datasets:
     def send(self, members: Sequence[Any]) -> None:
         """Send each worker its part of the data sets."""
         shards = self.split([each.actor for each in members])
-        calls = [m.execute(receive_datasets, own) for m, own in zip(members, shards, strict=True)]
+        calls = [m.execute(set_datasets, own) for m, own in zip(members, shards, strict=True)]
         remote_functions.results(members, calls)
 
     def split(self, actors: Sequence[Any]) -> list[Any]:

@@ -243,5 +243,5 @@ def worker_context() -> WorkerContext:
     return process_state.context or WorkerContext(**ast.literal_eval(text or "{}"))
 
 
-def receive_datasets(datasets: Any) -> None:
+def set_datasets(datasets: Any) -> None:
     process_state.datasets = datasets

@@ -65,7 +65,7 @@ class PreparedLoader(DataLoader[Any]):
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
         loader, full_world_size = without_states(loader), full_world_size or world_size
-        self._passes = _Passes()
+        self._epochs = _EpochCounter()
         self._device, self._set_weight, self._world_size = device, set_weight, world_size
         self._prefetches = prefetch and device is not None and device.type == "cuda"
         self._pass_position: tuple[int, int, int | None] | None = None
@@ -91,9 +91,9 @@ class PreparedLoader(DataLoader[Any]):
             layout=StepLayout(full_world_size),
         )
         source.change_partition(shares=shares if world_size == len(shares or ()) else None)
-        self.sampler = self._sampler = _WorkerSampler(source, self._passes, seed)
-        if not self._passes.is_alone:
-            self._passes.num_collectives = num_collectives
+        self.sampler = self._sampler = _WorkerSampler(source, self._epochs, seed)
+        if not self._epochs.is_alone:
+            self._epochs.num_collectives = num_collectives
         if loader.batch_size is not None:
             self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)
 
@@ -104,7 +104,7 @@ class PreparedLoader(DataLoader[Any]):
         return len(self._source)
 
     def __iter__(self) -> Any:
-        epoch, offset = self._passes.begin()
+        epoch, offset = self._epochs.begin()
         self._pass_position = None
         if self._is_partitioned:
             batches: Iterator[Any] = self._source.batches(epoch, offset)
@@ -114,11 +114,11 @@ class PreparedLoader(DataLoader[Any]):
             batches = _prefetch(batches, device)
         elif device is not None:
             batches = (move_to_device(batch, device) for batch in batches)
-        return self._track_position(self._passes.track(batches, epoch, offset), epoch, offset)
+        return self._track_position(self._epochs.track(batches, epoch, offset), epoch, offset)
 
     def _track_position(self, batches: Iterator[Any], epoch: int, offset: int) -> Iterator[Any]:
         """Yield the batches of a pass. Set its position, and the weight of each batch."""
-        num_before, source = self._passes.num_collectives(), self._source
+        num_before, source = self._epochs.num_collectives(), self._source
         try:
             for batch in batches:
                 plan, start, offset = source.plan(offset, 1), offset, source.offset_after(offset, 1)
@@ -146,8 +146,8 @@ class PreparedLoader(DataLoader[Any]):
             ValueError: if the order of a loader that is not split is random.
         """
         self._check_order()
-        epoch, offset = self._passes.begin()
-        if self._pass_position and self._passes.has_trained_since(self._pass_position[2]):
+        epoch, offset = self._epochs.begin()
+        if self._pass_position and self._epochs.has_trained_since(self._pass_position[2]):
             epoch, offset, _ = self._pass_position
         if not self._is_partitioned:
             return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
@@ -179,7 +179,7 @@ class PreparedLoader(DataLoader[Any]):
                 f"load_state_dict(...): the state is of {state['num_workers']} workers within an "
                 f"epoch, and there are {self._world_size}. {_ADVICE}"
             )
-        self._passes.epoch, self._passes.loaded = epoch, {epoch: offset}
+        self._epochs.epoch, self._epochs.loaded = epoch, {epoch: offset}
         self._pass_position = None
 
     def _check_order(self) -> None:
@@ -207,7 +207,7 @@ def _prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     yield from ready
 
 
-class _Passes:
+class _EpochCounter:
     """Counts the passes over a loader. After a pass that counts, the next epoch begins.
 
     One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass
@@ -275,26 +275,26 @@ class _Passes:
 class _WorkerSampler(DistributedSampler[Any]):
     """Offers the epoch of a `MapStyleSource`, and this worker's indices, like PyTorch does."""
 
-    def __init__(self, source: Any, passes: _Passes, seed: int) -> None:
+    def __init__(self, source: Any, epochs: _EpochCounter, seed: int) -> None:
         order, partition = source.order_sampler, source.partition
         size, rank = partition.world_size, partition.rank
         counted: Any = order or ()  # iterable data has no sampler
-        self._passes, passes.is_alone = passes, size == 1
+        self._epochs, epochs.is_alone = epochs, size == 1
         super().__init__(counted, size, rank, shuffle=is_plain_shuffle(order), seed=seed)
-        passes.sampler = order  # late, because the line above sets the epoch to 0
+        epochs.sampler = order  # late, because the line above sets the epoch to 0
         self.source = source
         self.dataset = source.loader.dataset
 
     epoch: Any = property(
-        lambda self: self._passes.epoch, lambda self, epoch: setattr(self._passes, "epoch", epoch)
+        lambda self: self._epochs.epoch, lambda self, epoch: setattr(self._epochs, "epoch", epoch)
     )
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.source.partition.spans())
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, _ = self._passes.begin()
-        return self._passes.track(self.source.indices(epoch), epoch)
+        epoch, _ = self._epochs.begin()
+        return self._epochs.track(self.source.indices(epoch), epoch)
 
 
 def _can_partition(loader: DataLoader[Any], partitions: _Partitions, full_world_size: int) -> bool:

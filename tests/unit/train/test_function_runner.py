@@ -42,7 +42,7 @@ def worker(request):
     yield worker
     worker.runner.handle(EndRunRequest())
     worker.runner.teardown()
-    worker_session.receive_datasets(None)
+    worker_session.set_datasets(None)
 
 
 @pytest.mark.filterwarnings(r"ignore:`\w+` is meant to only be called")  # by Ray 2.44
