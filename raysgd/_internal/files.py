@@ -27,7 +27,7 @@ def temporary_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def replacing(target: Path) -> Iterator[IO[bytes]]:
+def atomic_write(target: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file in the same folder, with the mode of `target`.
 
     When the file is complete and on disk, it replaces `target`, unless this is not a regular file.

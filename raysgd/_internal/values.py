@@ -44,17 +44,17 @@ def _without_secrets(value: Any, name: str) -> Any:
     return value
 
 
-def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | int | str]:
+def flatten_scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | int | str]:
     """Return the numbers and strings in metrics. Names of nested values are ``outer/inner``.
 
-    >>> scalars({"loss": 0.5, "profile": {"mean_fwd_s": 1.0}, "note": "x", "other": [1]})
+    >>> flatten_scalars({"loss": 0.5, "profile": {"mean_fwd_s": 1.0}, "note": "x", "other": [1]})
     {'loss': 0.5, 'profile/mean_fwd_s': 1.0, 'note': 'x'}
     """
     flat: dict[str, float | int | str] = {}
     for key, value in metrics.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            flat |= scalars(value, f"{name}/")
+            flat |= flatten_scalars(value, f"{name}/")
         elif (plain := _as_scalar(value)) is not None:
             flat[name] = plain
     return flat
@@ -62,7 +62,7 @@ def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | i
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
     """Return the numbers in metrics. Names of nested numbers are ``outer/inner``."""
-    return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
+    return {name: v for name, v in flatten_scalars(metrics).items() if not isinstance(v, str)}
 
 
 def to_jsonable(value: Any, keep_nan: bool = False) -> Any:

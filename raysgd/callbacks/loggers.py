@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from raysgd._internal.files import append_lines, complete_last_line, replacing
+from raysgd._internal.files import append_lines, atomic_write, complete_last_line
 from raysgd._internal.imports import import_extra
 from raysgd._internal.step_timing import PHASES
-from raysgd._internal.values import numbers_in, redact_config, scalars, to_json_dict
+from raysgd._internal.values import flatten_scalars, numbers_in, redact_config, to_json_dict
 from raysgd._internal.versions import versions
 from raysgd.callbacks.base import AnyTrainer, CallInfo, LoggerCallback, logdir_of
 from raysgd.elastic.events import Event
@@ -68,7 +68,7 @@ class JsonlLogger(LoggerCallback):
         append_lines(logdir_of(trainer) / "metrics.jsonl", [run])
 
     def log(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
-        line = {**_common_fields(trainer, call), "metrics": scalars(metrics)}
+        line = {**_common_fields(trainer, call), "metrics": flatten_scalars(metrics)}
         if call.speed:
             line["speed"] = call.speed
         append_lines(logdir_of(trainer) / "metrics.jsonl", [line])
@@ -90,7 +90,7 @@ class CsvLogger(LoggerCallback):
     def log(self, trainer: AnyTrainer, call: CallInfo, metrics: dict[str, Any]) -> None:
         path, record = logdir_of(trainer) / "metrics.csv", _common_fields(trainer, call)
         complete_last_line(path)
-        row = {**record, **scalars(metrics), **record}  # keep the record's order and values
+        row = {**record, **flatten_scalars(metrics), **record}  # keep the record's order and values
         with path.open(encoding="utf-8", newline="") as file:
             columns = next(csv.reader(file), [])
         if missing := [name for name in row if name not in columns]:
@@ -101,7 +101,7 @@ class CsvLogger(LoggerCallback):
 
 
 def _rewrite(path: Path, columns: Sequence[str]) -> None:
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         text = codecs.getwriter("utf-8")(file)
         writer = csv.DictWriter(text, columns, extrasaction="ignore")
         writer.writeheader()
@@ -308,7 +308,7 @@ class MLflowRun:
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the numbers and strings in a config as parameters."""
         # Use a dict, because two names may become one, and MLflow refuses a second value.
-        parameters = {_clean(name): v for name, v in scalars(redact_config(config)).items()}
+        parameters = {_clean(name): v for name, v in flatten_scalars(redact_config(config)).items()}
         for name, value in parameters.items():
             self.client.log_param(self.id, name, str(value)[:_MAX_VALUE_LENGTH])
 

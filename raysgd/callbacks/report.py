@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from raysgd._internal.files import read_lines, replacing
+from raysgd._internal.files import atomic_write, read_lines
 from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.base import COUNTS, AnyTrainer, Callback, logdir_of
 
@@ -77,7 +77,7 @@ def make_report(folder: str | Path) -> Path:
     with explain_log_errors(folder):
         text = _page(folder.resolve().name, RunLog(folder))
     path = folder / "report.html"
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode(errors="replace"))  # JSON can contain half a surrogate pair
     return path
 

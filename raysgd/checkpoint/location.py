@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._internal.files import check_regular, replacing, sync_folder, temporary_name
+from raysgd._internal.files import atomic_write, check_regular, sync_folder, temporary_name
 from raysgd._internal.paths import as_path, redact_url, without_secrets
 from raysgd.errors import CheckpointError
 
@@ -55,7 +55,7 @@ class Location:
         try:
             if self.is_local:
                 target = Path(self.name).resolve()
-                with replacing(target) as file:
+                with atomic_write(target) as file:
                     fill(file)
                 return str(target)
             with _scratch_file() as local:

@@ -184,7 +184,7 @@ def _on_disk(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def offering(packed: PackedValue, hosts: Sequence[str]) -> Iterator[PackedValue | Address]:
+def serve_value(packed: PackedValue, hosts: Sequence[str]) -> Iterator[PackedValue | Address]:
     """Yield what the workers need: a small value itself, or the address of a large value."""
     if fits_ray_message(packed):
         yield packed

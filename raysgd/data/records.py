@@ -25,7 +25,7 @@ import numpy as np
 from fsspec.core import url_to_fs
 
 from raysgd._internal.arguments import unknown_argument
-from raysgd._internal.files import lock_of_node, replacing
+from raysgd._internal.files import atomic_write, lock_of_node
 from raysgd._internal.paths import as_path, without_secrets
 from raysgd.data.compression import decompressor_of
 
@@ -216,7 +216,7 @@ class Records(ABC):
             if index.dtype == np.int64 and index.ndim == 1 and len(index):
                 return index
         index = np.asarray(self._build_index(file), np.int64)
-        with self._naming_cache(file), replacing(path) as target:
+        with self._naming_cache(file), atomic_write(path) as target:
             np.save(content := io.BytesIO(), index)
             target.write(content.getbuffer())  # np.save hides why it cannot write
         return index
@@ -277,7 +277,7 @@ class Records(ABC):
         self, file: int, decompress: Callable[[Any], Iterator[bytes]], target: Path
     ) -> None:
         path = self.paths[file]
-        with fsspec.open(path, **self._storage_options) as source, replacing(target) as output:
+        with fsspec.open(path, **self._storage_options) as source, atomic_write(target) as output:
             if "://" not in path:  # a user who cannot read the source cannot read the copy
                 mode = os.stat(path).st_mode | 0o600
                 os.fchmod(output.fileno(), os.fstat(output.fileno()).st_mode & mode & 0o777)

@@ -12,7 +12,7 @@ from raysgd._internal.arguments import as_dict, as_int, set_fields
 from raysgd._internal.files import append_lines
 from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.progress import ReportedPosition
-from raysgd._internal.values import scalars
+from raysgd._internal.values import flatten_scalars
 from raysgd.callbacks.base import CallInfo, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import PackedValue
@@ -254,7 +254,7 @@ class Results:
         if not self.lacks_validation:
             return {}
         is_newest = self.metrics.get("epoch") == self.position.epoch
-        return {"validation_due": scalars(self.metrics) if is_newest else {}}
+        return {"validation_due": flatten_scalars(self.metrics) if is_newest else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what a state has of results, and discard those of another run."""

@@ -14,7 +14,7 @@ from raysgd._internal.arguments import check_flags
 from raysgd._internal.nested import map_leaves, try_copy
 from raysgd._internal.provenance import process_provenance, without_homes
 from raysgd._internal.runner import Request
-from raysgd._internal.values import redact_config, scalars
+from raysgd._internal.values import flatten_scalars, redact_config
 from raysgd.checkpoint.file import CheckpointFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
@@ -58,7 +58,7 @@ class StateTransfer:
     def _driver_entries(self, provenance: bool = True) -> dict[str, Any]:
         callbacks = self.dispatcher.callback_list.state_dict()
         entries = {"callbacks": callbacks} if callbacks else {}
-        entries["config"] = scalars(redact_config(self.options.config))
+        entries["config"] = flatten_scalars(redact_config(self.options.config))
         if provenance:
             entries["provenance"] = {**self.provenance}
         return entries | self.dispatcher.results.state_dict()
@@ -192,7 +192,7 @@ class StateTransfer:
         self._warn_of_changes(driver_entries["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
-        own = scalars(redact_config(self.options.config))
+        own = flatten_scalars(redact_config(self.options.config))
         changed = [
             f"{name} {saved[name]!r} → {own[name]!r}"
             for name in own

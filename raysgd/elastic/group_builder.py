@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from raysgd._internal.progress import Progress
-from raysgd.cluster.large_values import offering
+from raysgd.cluster.large_values import serve_value
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -262,7 +262,7 @@ class GroupBuilder:
         if state is None:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
-        with offering(packed, [member.location.node_ip for member in members]) as offer:
+        with serve_value(packed, [member.location.node_ip for member in members]) as offer:
             futures = {member: member.submit_work(Worker.handle, offer) for member in members}
             attempt = self._await_phase(futures, "load")
         yield attempt

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.clock import Clock
-from raysgd.cluster.large_values import Inbox, offering
+from raysgd.cluster.large_values import Inbox, serve_value
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -244,7 +244,7 @@ class Supervisor:
         self.rpc.check_open()
         hosts = [member.location.node_ip for member in members]
         if isinstance(request, LoadRequest):
-            return stack.enter_context(offering(packed, hosts)), None
+            return stack.enter_context(serve_value(packed, hosts)), None
         inbox = call.open_inbox and stack.enter_context(call.open_inbox(hosts))
         return packed, inbox
 

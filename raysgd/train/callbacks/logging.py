@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.files import replacing
+from raysgd._internal.files import atomic_write
 from raysgd._internal.imports import import_extra
 from raysgd._internal.values import numbers_in, to_json_dict
 from raysgd.callbacks.loggers import MLflowRun, absolute_uri, board_class
@@ -44,7 +44,7 @@ class JsonLoggerCallback(FileCallback):
                 with contextlib.suppress(ValueError):  # the driver was killed while it wrote a line
                     json.loads(row := line[:-1])  # without the comma or bracket
                     rows.append(f"\n{row}")
-        with replacing(self.log_path) as file:
+        with atomic_write(self.log_path) as file:
             file.write(f"[{','.join(rows)}]".encode())
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.values import scalars, to_jsonable
+from raysgd._internal.values import flatten_scalars, to_jsonable
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from raysgd._internal.values import scalars, to_jsonable
 def test_numbers_and_strings_of_any_library_become_python_types(value, plain):
     found = to_jsonable({"value": value})["value"]
     assert (found, type(found)) == (plain, type(plain))
-    assert scalars({"value": value}) == {"value": plain}
+    assert flatten_scalars({"value": value}) == {"value": plain}
 
 
 def test_not_a_number_is_a_text_in_json_and_a_number_in_metrics():
     assert to_jsonable([float("nan"), 10**400, -(10**400)]) == ["nan", "inf", "-inf"]
-    assert math.isnan(scalars({"loss": float("nan")})["loss"])
+    assert math.isnan(flatten_scalars({"loss": float("nan")})["loss"])
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ def test_other_types_are_left_out_of_metrics_and_rejected_by_jsonable(value):
     with pytest.raises(TypeError, match="JSON cannot"):
         to_jsonable([value])
     if not isinstance(value, dict):
-        assert scalars({"a": value, "b": 1}) == {"b": 1}
+        assert flatten_scalars({"a": value, "b": 1}) == {"b": 1}

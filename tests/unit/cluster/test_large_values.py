@@ -75,7 +75,7 @@ def test_a_full_disk_is_an_error_of_the_driver():
 
 
 def test_a_lost_driver_is_an_error_of_a_value_that_is_still_to_come():
-    with large_values.offering(pack(make(LARGE)), [LOOPBACK]) as address:
+    with large_values.serve_value(pack(make(LARGE)), [LOOPBACK]) as address:
         found = large_values.IncomingValue(address)
     with contextlib.closing(found), pytest.raises((EOFError, ConnectionError)):
         found.receive()

@@ -174,7 +174,7 @@ def test_error_of_the_cache_names_the_file_and_the_argument(tmp_path, monkeypatc
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match=f"{name}: raysgd cannot use.*/file.*cache_dir="):
         text(tmp_path / name, cache_dir=tmp_path / "file")
-    monkeypatch.setattr(module, "replacing", full)
+    monkeypatch.setattr(module, "atomic_write", full)
     with pytest.raises(RuntimeError, match=f"{name}: raysgd cannot use.*No space.*cache_dir="):
         text(tmp_path / name, cache_dir=tmp_path / "cache")
 

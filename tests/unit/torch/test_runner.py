@@ -320,7 +320,7 @@ def load_from_a_connection(runner, state, monkeypatch):
     monkeypatch.setattr(large_values, "_SMALL_BYTES", 0)
     worker = Worker()
     worker.runner = runner
-    with large_values.offering(pack(LoadRequest(state=state)), [LOOPBACK]) as address:
+    with large_values.serve_value(pack(LoadRequest(state=state)), [LOOPBACK]) as address:
         return worker.handle(address)
 
 

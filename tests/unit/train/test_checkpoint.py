@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 
 from raysgd import train
-from raysgd._internal.values import scalars
+from raysgd._internal.values import flatten_scalars
 from raysgd.checkpoint.file import write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
@@ -104,7 +104,7 @@ def test_checkpoints_have_the_metadata_of_the_trainer(run):
 
 def keep(checkpoints, *states):
     for state in states:
-        numbers, blob = {"_timestamp": 1.0, **scalars(state)}, cloudpickle.dumps(state)
+        numbers, blob = {"_timestamp": 1.0, **flatten_scalars(state)}, cloudpickle.dumps(state)
         checkpoints.save([TrainingResult("checkpoint", None, blob, True, numbers=numbers)] * 2)
 
 

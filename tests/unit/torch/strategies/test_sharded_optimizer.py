@@ -281,7 +281,7 @@ def load_late(runner, state):
         patch.setattr(large_values, "_SMALL_BYTES", 0)
         patch.setattr(serialization, "_LARGE_BYTES", 0)
         packed = serialization.pack(state)
-        with large_values.offering(packed, ["127.0.0.1"]) as address:
+        with large_values.serve_value(packed, ["127.0.0.1"]) as address:
             large = large_values.IncomingValue(address)
             runner.load_state_dict(large.value, large)
             large.close()
