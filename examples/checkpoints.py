@@ -72,7 +72,7 @@ def main():
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         first = Path(folder) / "first.pt"
-        store = CheckpointStore(Path(folder) / "run", keep=3, job="ledger")
+        store = CheckpointStore(Path(folder) / "run", keep=3, experiment="ledger")
         with TorchTrainer(
             training_operator_cls=Ledger,
             num_workers=args.num_workers,

@@ -41,7 +41,7 @@ class CheckpointCallback(Callback):
         blocking: False copies the state, and writes it while training continues.
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
             in the folder. A warning names damaged checkpoints.
-        job: name of the job, one per folder; None for the operator's name.
+        experiment: name of the experiment, one per folder; None for the operator's name.
         provenance: whether the manifest says where the state came from: see `trainer.save`.
         frozen: False leaves out frozen parameters of ``setup``: see `trainer.save`.
 
@@ -62,7 +62,7 @@ class CheckpointCallback(Callback):
         mode: Literal["min", "max"] | None = None,
         blocking: bool = True,
         resume: bool = True,
-        job: str | None = None,
+        experiment: str | None = None,
         provenance: bool = True,
         frozen: bool = True,
     ) -> None:
@@ -79,10 +79,10 @@ class CheckpointCallback(Callback):
         self.monitor = monitor
         self._blocking = blocking
         self._resume = resume
-        self._job = job
+        self._experiment = experiment
         self._has_provenance, self._has_frozen = provenance, frozen
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
-        self._new_store(folder or ".", job=job or "job")  # check the arguments early
+        self._new_store(folder or ".", experiment=experiment or "any")  # check the arguments early
         self._store: CheckpointStore | None = None
         self._pending_write: Future[None] | None = None
         """The newest write, in a thread."""
@@ -107,7 +107,8 @@ class CheckpointCallback(Callback):
     def on_train_start(self, trainer: AnyTrainer) -> None:
         self._is_rated = False
         folder = self.save_location(trainer.logdir)
-        self._store = self._new_store(folder.name, job=self._job or trainer.operator_name)
+        experiment = self._experiment or trainer.operator_name
+        self._store = self._new_store(folder.name, experiment=experiment)
         self._saved_at = trainer.global_step
         if self._resume and not trainer.has_trained:
             self._restore(trainer, self._store)

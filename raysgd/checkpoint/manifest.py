@@ -29,7 +29,7 @@ from raysgd._internal.versions import versions
 from raysgd.checkpoint.location import UnreachableError
 from raysgd.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 """Format version that raysgd writes. raysgd reads this version and older ones."""
 
 _RECORD = "raysgd-manifest.json"
@@ -49,9 +49,9 @@ class Manifest:
     world_size: int = 1
     epoch: int = 0
     global_step: int = 0
-    operator: str = ""
-    job: str = ""
-    """Name of the job, if a `CheckpointStore` wrote the checkpoint."""
+    operator_name: str = ""
+    experiment: str = ""
+    """Name of the experiment, if a `CheckpointStore` wrote the checkpoint."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Where the state came from: command, commit, loaders, and so on."""
@@ -71,6 +71,8 @@ class Manifest:
                 "raysgd."
             )
         content.setdefault("provenance", {})  # older files have none
+        if content["format"] == 1:
+            content |= {"operator_name": content["operator"], "experiment": content["job"]}
         content["metrics"] = {name: float(value) for name, value in content["metrics"].items()}
         return cls(**{entry.name: content[entry.name] for entry in dataclasses.fields(cls)})
 

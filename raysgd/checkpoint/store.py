@@ -30,8 +30,8 @@ class CheckpointFolder:
     _keep: int | None
     _monitor: str | None
     _mode: Literal["min", "max"]
-    _job: str = ""
-    """Name of the job that every checkpoint must have."""
+    _experiment: str = ""
+    """Name of the experiment that every checkpoint must have."""
     _manifests: dict[str, Manifest | None] = field(default_factory=dict)
     """Manifests by checkpoint name; None for a manifest that cannot be read."""
 
@@ -40,11 +40,11 @@ class CheckpointFolder:
         names = filter(self._pattern.fullmatch, self._folder.file_names())
         return sorted(names, key=name_numbers, reverse=True)
 
-    def _check_job(self, name: str, manifest: Manifest) -> None:
-        if manifest.job != self._job:
+    def _check_experiment(self, name: str, manifest: Manifest) -> None:
+        if (found := manifest.experiment) != self._experiment:
             raise CheckpointError(
-                f"{self._folder.label} has checkpoints of job {manifest.job!r} ({name}), but this "
-                f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
+                f"{self._folder.label} has checkpoints of experiment {found!r} ({name}), but this "
+                f"is {self._experiment!r}. Use another folder, or pass experiment={found!r}."
             )
 
     def _read_manifests(self, names: Iterable[str]) -> None:
@@ -60,7 +60,7 @@ class CheckpointFolder:
                 logger.warning("Ignored a damaged checkpoint: %s", error)
                 manifest = None
             if manifest is not None:
-                self._check_job(name, manifest)
+                self._check_experiment(name, manifest)
             self._manifests[name] = manifest
 
     def _load_first(
@@ -87,7 +87,7 @@ class CheckpointFolder:
             if manifest is None:
                 skipped.append((file.label, "It has no manifest."))
                 continue
-            self._check_job(name, manifest)
+            self._check_experiment(name, manifest)
             for label, reason in skipped:
                 logger.warning("Skipped %s: %s", label, reason)
             return name, content, manifest
@@ -131,7 +131,7 @@ class RestoredCheckpoint(NamedTuple):
 
 
 class CheckpointStore(CheckpointFolder):
-    """Saves the checkpoints of one job into a folder, and loads the newest intact one.
+    """Saves the checkpoints of one experiment into a folder, and loads the newest intact one.
 
     The folder has files such as ``0007-epoch-00003-step-00000512.ckpt``, in the order of the saves.
     Older ones are removed when a new one is on disk. If the process is killed, at most the current
@@ -144,7 +144,7 @@ class CheckpointStore(CheckpointFolder):
         monitor: name of the metric that selects the best checkpoints; None keeps the newest.
         mode: "min" if smaller values of the metric are better, or "max". None: from the name of the
             metric, as "max" for ``val_accuracy``.
-        job: name of the job. A folder with checkpoints of another job raises an error.
+        experiment: its name. A folder with checkpoints of another experiment raises an error.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
@@ -160,21 +160,23 @@ class CheckpointStore(CheckpointFolder):
         keep: int | None = 3,
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
-        job: str,
+        experiment: str,
     ) -> None:
         if keep is not None:
             keep = as_int("CheckpointStore", "keep", keep, 1)
         mode = resolve_mode("CheckpointStore", monitor, mode)
-        if not isinstance(job, str) or not job:
-            raise ValueError(f"CheckpointStore(job={job!r}): must be a string with a name.")
-        super().__init__(Location(folder), keep, monitor, mode, job)
+        if not isinstance(experiment, str) or not experiment:
+            raise ValueError(
+                f"CheckpointStore(experiment={experiment!r}): must be a string with a name."
+            )
+        super().__init__(Location(folder), keep, monitor, mode, experiment)
 
     def save(
         self,
         state: Mapping[str, Any],
         metrics: Mapping[str, Any] | None = None,
         world_size: int = 1,
-        operator: str = "",
+        operator_name: str = "",
     ) -> str:
         """Write the newest checkpoint, and remove surplus ones.
 
@@ -182,7 +184,7 @@ class CheckpointStore(CheckpointFolder):
             state: result of a trainer's ``state_dict``.
             metrics: metrics of the state. The file contains the metrics that are numbers.
             world_size: number of workers.
-            operator: name of the operator.
+            operator_name: class of the operator.
 
         Returns:
             The path of the checkpoint, or its URL.
@@ -190,7 +192,7 @@ class CheckpointStore(CheckpointFolder):
         Raises:
             ValueError: if `metrics` has no number for `monitor`.
             CheckpointError: if the checkpoint cannot be written, the folder belongs to another
-                job, or models, optimizers, or averages have NaN or infinity.
+                experiment, or models, optimizers, or averages have NaN or infinity.
         """
         numbers = numbers_in(metrics or {})
         if self._monitor is not None and self._monitor not in numbers:
@@ -205,7 +207,10 @@ class CheckpointStore(CheckpointFolder):
         step = state.get("global_step", 0)
         name = f"{number:04d}-epoch-{state['epoch']:05d}-step-{step:08d}.ckpt"
         manifest = Manifest(
-            world_size=world_size, operator=operator, job=self._job, metrics=numbers
+            world_size=world_size,
+            operator_name=operator_name,
+            experiment=self._experiment,
+            metrics=numbers,
         )
         path = write_file(state, self._folder.child(name).name, manifest)
         self._manifests[name] = manifest
@@ -227,7 +232,7 @@ class CheckpointStore(CheckpointFolder):
 
         Raises:
             CheckpointError: if the folder has checkpoints but none can be loaded, if it belongs to
-                another job, or if it cannot be reached.
+                another experiment, or if it cannot be reached.
         """
         if not (names := self._names()):
             return None

@@ -113,7 +113,7 @@ class StateTransfer:
         target, controller = Location(path), self.dispatcher.controller
         members, has_shards = controller.members, controller.record.has_shards
         manifest = checkpoint.Manifest(
-            world_size=len(members), operator=self.options.training_operator_cls.__qualname__
+            world_size=len(members), operator_name=self.options.training_operator_cls.__qualname__
         )
         is_remote = bool(members) and all(member.is_remote for member in members)
         with controller.speed.saving():

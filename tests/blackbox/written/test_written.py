@@ -40,11 +40,12 @@ def test_an_old_run_continues_in_its_folder(folder):
 
 def test_a_store_restores_an_old_checkpoint(folder):
     checkpoints = folder / "run" / "checkpoints"
-    restored = CheckpointStore(checkpoints, job="Line").restore()
+    restored = CheckpointStore(checkpoints, experiment="Line").restore()
     assert restored.state["global_step"] == 16
     for path in checkpoints.glob("*.ckpt"):
         manifest = read_manifest(path)
-        assert (manifest.operator, manifest.job, manifest.world_size) == ("Line", "Line", 1)
+        assert (manifest.experiment, manifest.operator_name) == ("Line", "Line")
+        assert (manifest.format, manifest.world_size) == (1, 1)
 
 
 def test_a_keras_state_loads_without_keras(folder):

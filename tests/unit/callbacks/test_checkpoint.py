@@ -358,7 +358,9 @@ def test_failed_save_raises_and_training_can_continue(make_trainer, tmp_path, bl
 
 def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_path, caplog):
     make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(1)
-    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path, job="Classifier")])
+    trainer = make_trainer(
+        Recorder, callbacks=[CheckpointCallback(tmp_path, experiment="Classifier")]
+    )
     with pytest.raises(CallbackError, match="on_train_start") as caught:
         trainer.fit(1)
     said = str(caught.value.__cause__)

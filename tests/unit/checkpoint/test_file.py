@@ -123,14 +123,15 @@ def test_the_manifest_says_what_wrote_the_file_and_what_is_in_it(tmp_path):
         tmp_path / "state.pt",
         Manifest(
             world_size=3,
-            operator="Digits",
-            job="first",
+            operator_name="Digits",
+            experiment="first",
             metrics={"val_loss": 0.5, "odd": float("nan")},
         ),
     )
     manifest = read_manifest(path)
-    assert (manifest.format, manifest.epoch, manifest.global_step) == (1, 2, 12)
-    assert (manifest.world_size, manifest.operator, manifest.job) == (3, "Digits", "first")
+    assert (manifest.format, manifest.epoch, manifest.global_step) == (FORMAT, 2, 12)
+    assert (manifest.experiment, manifest.operator_name) == ("first", "Digits")
+    assert manifest.world_size == 3
     assert manifest.metrics["val_loss"] == 0.5
     assert manifest.metrics["odd"] != manifest.metrics["odd"]
     assert set(manifest.versions) - {"keras"} == {"raysgd", "torch", "python", "ray"}

@@ -116,7 +116,7 @@ def manifest_of(path, checks_content=True):
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "state.pt"
-    write_file(STATE, path, Manifest(operator="Digits"))
+    write_file(STATE, path, Manifest(operator_name="Digits"))
     return path
 
 
@@ -124,7 +124,7 @@ def test_damage_to_the_content_is_found_where_all_of_it_is_checked(path):
     flip(path, path.stat().st_size // 4)
     with pytest.raises(CheckpointError, match=r"Cannot load .*state\.pt: the file is damaged: "):
         manifest_of(path)
-    assert manifest_of(path, checks_content=False).operator == "Digits"
+    assert manifest_of(path, checks_content=False).operator_name == "Digits"
 
 
 def test_a_flipped_byte_is_found_in_each_part(tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_a_file_with_a_single_hash_of_an_older_version_passes(path):
     content = path.read_bytes()[: -manifest._SEAL_SIZE]
     digest = hashlib.sha256(content).hexdigest()
     path.write_bytes(content + f"raysgd-checkpoint sha256={digest}\n".encode())
-    assert manifest_of(path).operator == "Digits"
+    assert manifest_of(path).operator_name == "Digits"
     flip(path, path.stat().st_size // 4)
     with pytest.raises(CheckpointError, match="damaged"):
         manifest_of(path)
@@ -159,13 +159,13 @@ def test_parts_are_hashed_while_they_are_written(tmp_path, monkeypatch):
         torch.save(state, writing)
         num_chunks, hash_ = len([h.result() for h in writing._hashes]), manifest._hash
         monkeypatch.setattr(manifest, "_hash", lambda *at: hashed.append(at[1]) or hash_(*at))
-        writing.seal(Manifest(operator="Digits"))
+        writing.seal(Manifest(operator_name="Digits"))
         assert 2 < len(hashed) < num_chunks / 20
-        assert verify(file, "state.pt").operator == "Digits"
+        assert verify(file, "state.pt").operator_name == "Digits"
 
 
 def test_damage_to_the_manifest_is_found_either_way(path):
-    flip(path, path.read_bytes().find(b'"operator"') + 1)
+    flip(path, path.read_bytes().find(b'"operator_name"') + 1)
     for checks_content in (True, False):
         with pytest.raises(CheckpointError, match=r"Cannot load .*state\.pt: the file .*damaged"):
             manifest_of(path, checks_content)

@@ -49,12 +49,12 @@ def steps_in(folder):
 
 
 def restored_step(folder, **arguments):
-    return step_of(CheckpointStore(folder, **{"job": "first", **arguments}).restore().state)
+    return step_of(CheckpointStore(folder, **{"experiment": "first", **arguments}).restore().state)
 
 
 def saved(folder, *steps, keep=None):
     """Save states at these steps, and return the store."""
-    store = CheckpointStore(folder, job="first", keep=keep)
+    store = CheckpointStore(folder, experiment="first", keep=keep)
     for step in steps:
         store.save(state_at(step))
     return store
@@ -64,24 +64,25 @@ def saved(folder, *steps, keep=None):
 
 
 def test_the_newest_state_comes_back(folder):
-    store = CheckpointStore(folder, job="first")
+    store = CheckpointStore(folder, experiment="first")
     for step in (1, 2):
-        path = store.save(state_at(step), {"loss": 0.5}, world_size=3, operator="Digits")
+        path = store.save(state_at(step), {"loss": 0.5}, world_size=3, operator_name="Digits")
     assert path == f"{folder}/{name_at(2)}"
     manifest = read_manifest(path)
-    assert (manifest.job, manifest.world_size, manifest.operator) == ("first", 3, "Digits")
+    assert (manifest.experiment, manifest.operator_name) == ("first", "Digits")
+    assert manifest.world_size == 3
     assert manifest.metrics == {"loss": 0.5}
-    restored = CheckpointStore(folder, job="first").restore()
+    restored = CheckpointStore(folder, experiment="first").restore()
     assert (restored.path, step_of(restored.state)) == (path, 2)
     assert names_in(folder) == [name_at(1), name_at(2)]
     assert read_manifest(store.save(state_at(3))).world_size == 1
 
 
 def test_an_empty_or_missing_folder_has_nothing_to_restore(folder, tmp_path):
-    assert CheckpointStore(folder, job="first").restore() is None
-    assert CheckpointStore(tmp_path, job="first").restore() is None
+    assert CheckpointStore(folder, experiment="first").restore() is None
+    assert CheckpointStore(tmp_path, experiment="first").restore() is None
     (tmp_path / temporary_name(name_at(1))).write_bytes(b"half of it")
-    assert CheckpointStore(tmp_path, job="first").restore() is None
+    assert CheckpointStore(tmp_path, experiment="first").restore() is None
 
 
 def damage(folder, step):
@@ -92,7 +93,7 @@ def damage(folder, step):
 
 def test_the_newest_save_comes_first_after_going_back(folder):
     saved(folder, 10, 20, 30, 40)
-    CheckpointStore(folder, job="first", keep=4).save(state_at(25))
+    CheckpointStore(folder, experiment="first", keep=4).save(state_at(25))
     assert steps_in(folder) == [20, 25, 30, 40]
     for step in [25, 40, 30, 20]:
         assert restored_step(folder) == step
@@ -114,15 +115,15 @@ def test_the_newest_are_kept(folder, keep, kept):
     ("mode", "kept"), [("min", [2, 4, 6]), ("max", [1, 3, 6])], ids=["min", "max"]
 )
 def test_the_best_are_kept_and_always_the_newest(folder, mode, kept):
-    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode=mode)
+    store = CheckpointStore(folder, experiment="first", keep=2, monitor="score", mode=mode)
     assert store.best is None
     for step, score in enumerate([0.9, 0.1, 0.8, 0.2, math.nan, 0.5], start=1):
         store.save(state_at(step), {"score": score})
     assert steps_in(folder) == kept
     assert store.best == f"{folder}/{name_at(kept[0])}"
-    anew = CheckpointStore(folder, job="first", monitor="score", mode=mode)
+    anew = CheckpointStore(folder, experiment="first", monitor="score", mode=mode)
     assert anew.best == store.best
-    assert CheckpointStore(folder, job="first").best is None
+    assert CheckpointStore(folder, experiment="first").best is None
 
 
 def test_a_failing_clean_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
@@ -143,7 +144,7 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(folder):
     for name in (*left, *others):
         Location(folder).make_folder()
         Location(folder).child(name).write(lambda file: file.write(b"half of it"))
-    store = CheckpointStore(folder, job="first")
+    store = CheckpointStore(folder, experiment="first")
     assert store.restore() is None
     assert set(left) < set(names_in(folder))
     store.save(state_at(1))
@@ -157,13 +158,13 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(folder):
         ({"keep": True}, "keep=True"),
         ({"keep": 1.5}, "keep=1.5"),
         ({"mode": "best"}, "mode='best'"),
-        ({"job": ""}, "job=''"),
-        ({"job": None}, "job=None"),
+        ({"experiment": ""}, "experiment=''"),
+        ({"experiment": None}, "experiment=None"),
     ],
 )
 def test_wrong_arguments_raise(tmp_path, arguments, words):
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-        CheckpointStore(tmp_path, **{"job": "first", **arguments})
+        CheckpointStore(tmp_path, **{"experiment": "first", **arguments})
 
 
 # ---- skipped checkpoints
@@ -199,12 +200,12 @@ def test_numbers_and_known_buffers_may_be_infinite(tmp_path):
     models = [{"mask": torch.tensor([0.0, -math.inf]), "none": torch.zeros(1).to_sparse()}]
     optimizers = [{"state": {}, "param_groups": [{"growth_rate": math.inf}]}]
     state = {**state_at(1), "models": models, "optimizers": optimizers}
-    CheckpointStore(tmp_path, job="first").save(state | {"not_finite": ["models[0].mask"]})
+    CheckpointStore(tmp_path, experiment="first").save(state | {"not_finite": ["models[0].mask"]})
 
 
 def test_a_checkpoint_of_a_newer_format_is_an_error_and_not_skipped(folder):
     store = saved(folder, 1)
-    write_file(state_at(2), f"{folder}/{name_at(2)}", Manifest(job="first", format=9))
+    write_file(state_at(2), f"{folder}/{name_at(2)}", Manifest(experiment="first", format=9))
     for call in (store.restore, lambda: store.save(state_at(3))):
         with pytest.raises(CheckpointError, match=r"in format 9.*Update raysgd"):
             call()
@@ -220,12 +221,12 @@ def test_files_without_a_manifest_are_skipped(tmp_path, caplog):
 def test_damaged_checkpoints_do_not_count_toward_keep(tmp_path):
     saved(tmp_path, 1, 2, 3)
     flip(tmp_path / name_at(3), 700)
-    store = CheckpointStore(tmp_path, job="first", keep=2)
+    store = CheckpointStore(tmp_path, experiment="first", keep=2)
     assert step_of(store.restore().state) == 2
     store.save(state_at(4))
     assert steps_in(str(tmp_path)) == [2, 3, 4]
-    flip(tmp_path / name_at(4), -3)  # its trailer, so that its job is unknown
-    CheckpointStore(tmp_path, job="first", keep=1).save(state_at(5))
+    flip(tmp_path / name_at(4), -3)  # its trailer, so that its experiment is unknown
+    CheckpointStore(tmp_path, experiment="first", keep=1).save(state_at(5))
     assert steps_in(str(tmp_path)) == [4, 5]
 
 
@@ -255,15 +256,15 @@ def test_a_password_in_the_url_is_in_no_message(tmp_path, caplog):
     assert "secret" not in caplog.text + str(caught.value)
 
 
-# ---- other jobs
+# ---- other experiments
 
 
-def test_a_folder_of_another_job_is_refused(folder):
-    CheckpointStore(folder, job="first").save(state_at(1))
+def test_a_folder_of_another_experiment_is_refused(folder):
+    CheckpointStore(folder, experiment="first").save(state_at(1))
     before = names_in(folder)
-    other = CheckpointStore(folder, job="second", keep=1)
+    other = CheckpointStore(folder, experiment="second", keep=1)
     for call in (other.restore, lambda: other.save(state_at(2))):
-        with pytest.raises(CheckpointError, match=r"job 'first'.*this is job 'second'.*folder"):
+        with pytest.raises(CheckpointError, match=r"experiment 'first'.*this is 'second'.*folder"):
             call()
     assert names_in(folder) == before
 

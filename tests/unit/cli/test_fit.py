@@ -151,4 +151,4 @@ def test_folder_of_another_operator_is_refused(folder):
     fit(*TRAINS, "--num-epochs", 1, "--logdir", "run")
     result = fit("script_of_a_test:Other", *given, "--num-epochs", 1, "--logdir", "run")
     assert result.exit_code == 1
-    assert "has checkpoints of job 'Recorder'" in result.stderr
+    assert "has checkpoints of experiment 'Recorder'" in result.stderr

@@ -216,14 +216,14 @@ def test_the_manifest_says_where_a_state_came_from(make_trainer, tmp_path, monke
     first.train(num_steps=7)
     manifest = read_manifest(first.save(tmp_path / "0.pt"))
     assert (manifest.world_size, manifest.epoch, manifest.global_step) == (1, 2, 7)
-    assert manifest.operator == "Recorder"
+    assert manifest.operator_name == "Recorder"
     facts = manifest.provenance
     assert facts.keys() >= {"started", "seed"}  # parallel tests have no command
     assert "parent" not in facts
     loader = {"samples": 40, "fingerprint": "40 samples, drop_last False, tensors 1d0762da"}
     assert facts["loaders"] == {"train": loader, "validation": loader}
 
-    store = CheckpointStore(tmp_path / "run", job="Recorder")
+    store = CheckpointStore(tmp_path / "run", experiment="Recorder")
     first.load(tmp_path / "0.pt")
     newest = store.save(first.state_dict())  # writes what `save` writes
     assert read_manifest(newest).provenance == {**facts, "parent": "~/0.pt"}
@@ -236,9 +236,9 @@ def test_the_manifest_says_where_a_state_came_from(make_trainer, tmp_path, monke
     assert resumed.provenance["parent"] == f"~/run/{Path(newest).name}"
 
     assert read_manifest(first.save(tmp_path / "1.pt", provenance=False)).provenance == {}
-    saving = CheckpointCallback(tmp_path / "none", provenance=False, job="x")
+    saving = CheckpointCallback(tmp_path / "none", provenance=False, experiment="x")
     make_trainer(callbacks=[saving]).fit(1, validate_every=None)
-    store = CheckpointStore(tmp_path / "none", job="x")
+    store = CheckpointStore(tmp_path / "none", experiment="x")
     assert read_manifest(store.restore().path).provenance == {}
 
 
