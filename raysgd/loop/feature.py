@@ -32,6 +32,12 @@ class UpdateFeature:
     a state              `before_export`, `state_dict`; `check_state`, `load_state_dict`
     ===================  =======================================================================
 
+    All ranks call these hooks together, so they may communicate, and raise if a worker is lost:
+    `sync_initial_state`, `begin_generation`, `receive`, `begin_call`, `begin_update`,
+    `begin_micro_batch`, `before_optimizer_step`, `before_commit`, `sync_buffers`, `before_export`.
+    The others must not communicate: `roll_back` runs on some ranks, and after `commit` no error can
+    undo an update.
+
     Only PyTorch calls `observe_loss`, `before_optimizer_step`, `receive`, and methods of states.
     Besides its own hooks and attributes, a feature may use:
 
