@@ -55,9 +55,9 @@ class Reader(TrainingOperator):
         )
         folder = sysconfig.get_path("stdlib")
         lines = text(f"{folder}/[a-z]*.py", cache_dir=config["cache"])
-        blocks = Stream(lines, transform=pack, group=256, shuffle=10_000, seed=1)
+        blocks = Stream(lines, transform=pack, group_size=256, shuffle=10_000, seed=1)
         held_out = Stream(
-            text(f"{folder}/this.py", cache_dir=config["cache"]), transform=pack, group=256
+            text(f"{folder}/this.py", cache_dir=config["cache"]), transform=pack, group_size=256
         )
         self.register_data(
             train_loader=DataLoader(blocks, batch_size=config[BATCH_SIZE]),

@@ -111,11 +111,11 @@ class Stream(NumberedSamples):
             of the files is random too. 0 keeps the order of the files.
         interleave: Number of parts of the data that take turns in the order. With one part per
             worker, or a multiple, each worker decodes only the Parquet row groups of its parts. It
-            saves nothing with `group`, `skip_broken`, and in a `mix`.
+            saves nothing with `group_size`, `skip_broken`, and in a `mix`.
         seed: Determines the order of each epoch, and the random numbers of `augment`.
-        group: Number of records that `transform` gets as a list. They are consecutive in the order
-            that `shuffle` makes. `transform` then returns any number of samples, for example to
-            pack texts or to drop records. Because the number of samples is unknown, every worker
+        group_size: Number of records that `transform` gets as a list. They are consecutive in the
+            order that `shuffle` makes. `transform` then returns any number of samples, for example
+            to pack texts or to drop records. Because the number of samples is unknown, every worker
             transforms all records.
         skip_broken: Skip records that cannot be decoded. A process counts its own in `num_skipped`.
 
@@ -124,17 +124,17 @@ class Stream(NumberedSamples):
     """
 
     def __new__(
-        cls, *_: Any, group: int | None = None, skip_broken: bool = False, **__: Any
+        cls, *_: Any, group_size: int | None = None, skip_broken: bool = False, **__: Any
     ) -> Any:
-        has_length = group is None and not skip_broken
-        if not (has_length or cls is Stream or issubclass(cls, GroupedStream)):
+        has_length = group_size is None and not skip_broken
+        if not (has_length or cls is Stream or issubclass(cls, UnsizedStream)):
             raise TypeError(
-                f"{cls.__name__}(group={group!r}, skip_broken={skip_broken!r}): a subclass of "
-                "Stream has neither. Create a Stream with a transform instead."
+                f"{cls.__name__}(group_size={group_size!r}, skip_broken={skip_broken!r}): a "
+                "subclass of Stream has neither. Create a Stream with a transform instead."
             )
-        kind = GroupedStream if cls is Stream and not has_length else cls
+        kind = UnsizedStream if cls is Stream and not has_length else cls
         torch = sys.modules.get("torch.utils.data")
-        if torch is not None and kind is GroupedStream:  # a DataLoader asks for the class
+        if torch is not None and kind is UnsizedStream:  # a DataLoader asks for the class
             torch.IterableDataset.register(kind)
         return object.__new__(kind)
 
@@ -147,7 +147,7 @@ class Stream(NumberedSamples):
         shuffle: int = 0,
         interleave: int = 1,
         seed: int = 0,
-        group: int | None = None,
+        group_size: int | None = None,
         skip_broken: bool = False,
     ) -> None:
         if not isinstance(records, Records):
@@ -161,8 +161,8 @@ class Stream(NumberedSamples):
         self._window_size = as_int("Stream", "shuffle", shuffle, 0)
         self.interleave = as_int("Stream", "interleave", interleave, 1)
         self._seed = as_int("Stream", "seed", seed, 0)
-        self._group_size = 1 if group is None else as_int("Stream", "group", group, 1)
-        self._has_groups, self._skips = group is not None, skip_broken
+        self._has_groups, self._skips = group_size is not None, skip_broken
+        self._group_size = as_int("Stream", "group_size", group_size if self._has_groups else 1, 1)
         self.shuffles = self._window_size > 1
         self.num_skipped = self._epoch_read = 0
         # Parts of the files that follow each other. Larger ones would mix less, and smaller ones
@@ -180,7 +180,7 @@ class Stream(NumberedSamples):
 
     @property
     def settings(self) -> str:
-        group = self._group_size if self._has_groups else None
+        group = self._group_size if self._has_groups else None  # as saved positions call it
         interleave = "" if self.interleave == 1 else f", interleave={self.interleave}"
         return (
             f"shuffle={self._window_size}, seed={self._seed}, group={group}, "
@@ -240,7 +240,7 @@ def _permutation(size: int, *seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).permutation(size)
 
 
-class GroupedStream(Stream):
+class UnsizedStream(Stream):
     """A `Stream` whose number of samples is unknown. Every worker reads all of it."""
 
     is_resumable = True
@@ -249,7 +249,7 @@ class GroupedStream(Stream):
     _start: Mapping[str, int] | None = None
 
     def __len__(self) -> int:
-        raise TypeError("A Stream with group or skip_broken has no length before it is read.")
+        raise TypeError("A Stream with group_size or skip_broken has no length before it is read.")
 
     def __iter__(self) -> Iterator[Any]:
         return self.iterate(lambda group, taken: None)
@@ -317,10 +317,10 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
                 "stream."
             )
         for stream in streams:
-            if not isinstance(stream, Stream) or isinstance(stream, GroupedStream):
+            if not isinstance(stream, Stream) or isinstance(stream, UnsizedStream):
                 raise TypeError(
-                    f"mix() of {stream!r}: must be a Stream without group and skip_broken, because "
-                    "the number of samples of the others is unknown."
+                    f"mix() of {stream!r}: must be a Stream without group_size and skip_broken, "
+                    "because the number of samples of the others is unknown."
                 )
         self._streams, self._weights = list(streams), list(weights)
         self.files = [stream._records for stream in streams]

@@ -49,7 +49,7 @@ class FromStream(SlowLedger):
             samples = web_dataset(f"{config['data']}/{{0..5}}.tar").shuffle(50, seed=0)
             return DataLoader(samples, batch_size=8, num_workers=config["num_loader_workers"])
         records = text(f"{config['data']}/*.txt", cache_dir=config["data"])
-        stream = Stream(records, transform=valid, group=64, shuffle=100)
+        stream = Stream(records, transform=valid, group_size=64, shuffle=100)
         return DataLoader(stream, batch_size=8, num_workers=config["num_loader_workers"])
 
     def validate_batch(self, batch, batch_info):

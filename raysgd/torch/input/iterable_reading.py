@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from raysgd._internal.versions import is_at_least
 from raysgd.data.source import iterate_once
-from raysgd.data.stream import GroupedStream, NumberedSamples
+from raysgd.data.stream import NumberedSamples, UnsizedStream
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
 from raysgd.torch.input.loader_copies import clone, with_dataset
 from raysgd.torch.input.orders import seed_all, seeding
 from raysgd.torch.tensors import as_bytes
 
-IterableDataset.register(GroupedStream)  # for one that was created before PyTorch was imported
+IterableDataset.register(UnsizedStream)  # for one that was created before PyTorch was imported
 _END = "end"
 _SCALARS = {int, float, bool, str, bytes, type(None)}
 
@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 class ChunkDataset(IterableDataset[Chunk]):
     """Reads a data set in chunks of `size` samples, in this process or in loader processes.
 
-    Seeds the global random number generators for each chunk, and within a `GroupedStream`, so that
+    Seeds the global random number generators for each chunk, and within an `UnsizedStream`, so that
     random transforms depend on the position only. Reading begins at a mark of a `SampleBuffer`.
     """
 
@@ -78,7 +78,7 @@ class ChunkDataset(IterableDataset[Chunk]):
     def _begin(self, state: Any) -> Iterator[Any]:
         data: Any = self.dataset
         try:
-            if isinstance(data, GroupedStream):
+            if isinstance(data, UnsizedStream):
                 data = data.iterate(lambda *position: seed_all(self._seed, *position))
             iterator = iterate_once(data)
             first = list(itertools.islice(iterator, 1))

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 
 from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import PartitionedSource, SourceBatch, length_of, set_loader_epoch
-from raysgd.data.stream import GroupedStream, NumberedSamples, close_files, file_stamps
+from raysgd.data.stream import NumberedSamples, UnsizedStream, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.input.iterable_reading import (
     ChunkDataset,
@@ -58,8 +58,8 @@ class IterableSource(PartitionedSource):
             "every worker reads all samples, and uses its part. A resumed run begins to read "
             f"{'where a checkpoint ends' if resumes else 'at the start of the epoch'}"
         )
-        if isinstance(getattr(loader, "dataset", loader), GroupedStream):
-            self.reading_advice = "use the Stream without group and skip_broken"
+        if isinstance(getattr(loader, "dataset", loader), UnsizedStream):
+            self.reading_advice = "use the Stream without group_size and skip_broken"
         self._forget()
         self.end_processes()
 

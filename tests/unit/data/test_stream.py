@@ -235,7 +235,7 @@ def test_file_that_changes_is_an_error(tmp_path):
     [
         ({"interleave": 0}, r"Stream\(interleave=0\): must be"),
         ({"shuffle": -1}, r"Stream\(shuffle=-1\): must be at least 0"),
-        ({"group": 0}, r"Stream\(group=0\): must be at least 1"),
+        ({"group_size": 0}, r"Stream\(group_size=0\): must be at least 1"),
         ({"seed": -2}, r"Stream\(seed=-2\)"),
         ({"seed": "1"}, r"Stream\(seed='1'\): must be an int"),
         ({"skip_broken": 3}, r"Stream\(skip_broken=3\): must be True or False"),
@@ -267,7 +267,7 @@ def pack(numbers):
 @pytest.mark.parametrize("shuffle", [0, 16])
 def test_groups_are_the_same_from_any_position(make, shuffle):
     records, _ = make("text")
-    stream = Stream(records, transform=pack, group=16, shuffle=shuffle)
+    stream = Stream(records, transform=pack, group_size=16, shuffle=shuffle)
     with pytest.raises(TypeError):
         len(stream)
     whole = list(stream)
@@ -289,7 +289,7 @@ def test_groups_have_each_record_once_and_random_numbers_of_their_own(make, shuf
     def change(record, generator):
         return int(record), generator.random()
 
-    stream = Stream(records, group=size, augment=change, shuffle=shuffle)
+    stream = Stream(records, group_size=size, augment=change, shuffle=shuffle)
     whole, again = list(stream), list(stream)
     assert whole == again
     assert sorted(number for number, _ in whole) == list(range(100))
@@ -303,8 +303,8 @@ def test_groups_end_at_a_broken_record_unless_it_is_skipped(tmp_path):
     (tmp_path / "data").write_text("1\n2\nx\n4\n")
     records = jsonl(tmp_path / "data", cache_dir=tmp_path / "cache")
     with pytest.raises(RecordError, match="non-blank line 3"):
-        list(Stream(records, transform=lambda group: [sum(group)], group=4))
-    skipping = Stream(records, transform=lambda group: [sum(group)], group=4, skip_broken=True)
+        list(Stream(records, transform=lambda group: [sum(group)], group_size=4))
+    skipping = Stream(records, transform=lambda group: [sum(group)], group_size=4, skip_broken=True)
     assert list(skipping) == [7]
     assert skipping.num_skipped == 1
     single = Stream(records, transform=lambda number: -number, skip_broken=True)
@@ -359,11 +359,11 @@ def test_seed_of_a_mix_is_an_int(make):
 
 def test_mix_is_of_streams_whose_length_is_known(make):
     records, _ = make("text")
-    for other in (Stream(records, group=2), Stream(records, skip_broken=True), range(3)):
-        with pytest.raises(TypeError, match=r"must be a Stream without group and skip_broken"):
+    for other in (Stream(records, group_size=2), Stream(records, skip_broken=True), range(3)):
+        with pytest.raises(TypeError, match=r"must be a Stream without group_size and skip_broken"):
             mix([Stream(records), other], [1, 1])
     own = type("Own", (Stream,), {})
-    for arguments in ({"group": 2}, {"skip_broken": True}):
+    for arguments in ({"group_size": 2}, {"skip_broken": True}):
         with pytest.raises(TypeError, match=r"Own\(.*a subclass of Stream has neither"):
             own(records, **arguments)
 
@@ -424,7 +424,7 @@ def test_names_in_archives_of_any_kind(tmp_path, kind):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"shuffle": 20}, {"seed": 2}, {"group": 5}, {"skip_broken": True}, {"interleave": 2}],
+    [{"shuffle": 20}, {"seed": 2}, {"group_size": 5}, {"skip_broken": True}, {"interleave": 2}],
 )
 def test_other_arguments_within_an_epoch_are_an_error(tmp_path, changed):
     path = tmp_path / "data.txt"

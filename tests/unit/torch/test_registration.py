@@ -257,11 +257,11 @@ def test_loader_that_cannot_be_divided_into_shards_is_an_error_without_other_adv
 def test_warnings_about_a_stream_name_its_arguments(tmp_path, caplog):
     (tmp_path / "data.txt").write_text("1\n2\n")
     lines = text(tmp_path / "data.txt", cache_dir=tmp_path)
-    for stream in (Stream(lines, transform=float), Stream(lines, group=2)):
+    for stream in (Stream(lines, transform=float), Stream(lines, group_size=2)):
         data = DataLoader(stream)
         make_registration(num_workers=2).data.register(data, data)
     assert "Write Stream(..., shuffle=10_000)" in caplog.text
-    assert caplog.text.count("use the Stream without group and skip_broken") == 1
+    assert caplog.text.count("use the Stream without group_size and skip_broken") == 1
     assert "register_data(train_loader=...): a stream, Stream of 1 files" in caplog.text
     assert caplog.text.count("every worker reads all samples") == 1  # for both loaders
 

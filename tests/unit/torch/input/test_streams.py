@@ -310,8 +310,8 @@ def with_noise(lines):
 
 OF_FILES = {
     "in turn": {"transform": lambda line: (int(line), 0.0), "interleave": 3},
-    "lists": {"transform": lambda lines: [*with_noise(lines)], "group": 5},
-    "generators": {"transform": with_noise, "group": 5},
+    "lists": {"transform": lambda lines: [*with_noise(lines)], "group_size": 5},
+    "generators": {"transform": with_noise, "group_size": 5},
     "records": {"transform": lambda line: next(with_noise(line)), "skip_broken": True},
 }
 
@@ -609,8 +609,8 @@ def test_loop_over_the_source_releases_samples():
 @pytest.mark.parametrize("kind", ["plain", "group", "mix"])
 def test_files_are_closed_with_the_source(tmp_path, kind):
     (tmp_path / "data.txt").write_text("1\n2\n3\n")
-    group = 2 if kind == "group" else None
-    stream = Stream(text(tmp_path / "data.txt", cache_dir=tmp_path), group=group)
+    group_size = 2 if kind == "group" else None
+    stream = Stream(text(tmp_path / "data.txt", cache_dir=tmp_path), group_size=group_size)
     source = wrap(DataLoader(mix([stream], [1]) if kind == "mix" else stream, batch_size=2))
     folder = pathlib.Path("/proc/self/fd")
 
@@ -627,7 +627,7 @@ def test_groups_are_a_stream_also_if_they_are_older_than_pytorch(tmp_path):
     (tmp_path / "data.txt").write_text("1")
     program = (
         "from raysgd.data import Stream, text\n"
-        f"stream = Stream(text({str(tmp_path / 'data.txt')!r}), group=2)\n"
+        f"stream = Stream(text({str(tmp_path / 'data.txt')!r}), group_size=2)\n"
         "from raysgd.torch import TrainingOperator\n"
         "from torch.utils.data import IterableDataset\n"
         "assert isinstance(stream, IterableDataset)\n"
@@ -680,7 +680,7 @@ def batches():
 def test_groups_of_a_shuffled_stream_have_no_order_for_predict(tmp_path, shuffle):
     path = tmp_path / "data.txt"
     path.write_text("a\nb\n")
-    records = Stream(text(path, cache_dir=tmp_path / "cache"), group=2, shuffle=shuffle)
+    records = Stream(text(path, cache_dir=tmp_path / "cache"), group_size=2, shuffle=shuffle)
     loader = DataLoader(records, batch_size=1)
     source = wrap(loader, training=False)
     assert source.shuffles == bool(shuffle)

@@ -42,7 +42,10 @@ MAKE = {
     "iterable": lambda: DataLoader(Streamed(DATA), 3),
     "stream": lambda: DataLoader(Stream(text("data.txt"), transform=int, shuffle=8), 3),
     "grouped": lambda: DataLoader(
-        Stream(text("data.txt"), transform=lambda lines: [*map(int, lines)], group=2, shuffle=8), 3
+        Stream(
+            text("data.txt"), transform=lambda lines: [*map(int, lines)], group_size=2, shuffle=8
+        ),
+        3,
     ),
 }
 
