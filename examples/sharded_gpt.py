@@ -58,7 +58,7 @@ class Writer(TrainingOperator):
             models=model,
             optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
             sharding="full",
-            sharding_args={"wrap": GPT2Block},
+            sharding_args={"wrap_classes": GPT2Block},
         )
         data = TensorDataset(sequences(config["num_sequences"]))
         self.register_data(

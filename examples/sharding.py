@@ -33,9 +33,9 @@ class Wide(TrainingOperator):
         size = math.isqrt(config["num_floats"] // NUM_LAYERS)
         layers = [torch.nn.Linear(size, size, bias=False) for _ in range(NUM_LAYERS)]
         model = torch.nn.Sequential(*layers)
-        sharding_args = {} if config["copies"] is None else {"copies": config["copies"]}
+        sharding_args = {} if config["copies"] is None else {"num_copies": config["copies"]}
         if config["sharding"] == "full":
-            sharding_args["wrap"] = torch.nn.Linear
+            sharding_args["wrap_classes"] = torch.nn.Linear
         self.model, self.optimizer, self.criterion = self.register(
             models=model,
             optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),

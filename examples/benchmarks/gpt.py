@@ -211,7 +211,7 @@ class Raysgd:
 
 
 def divided(sharding, copies):
-    return {"sharding": sharding, "sharding_args": {"copies": copies}}
+    return {"sharding": sharding, "sharding_args": {"num_copies": copies}}
 
 
 SIDES = {

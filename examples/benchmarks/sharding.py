@@ -78,7 +78,7 @@ class Timed(TrainingOperator):
 
 def make_trainer(num_workers, sharding, side, floats, optimizer="AdamW"):
     copies = SIDES[side]
-    divided = {"sharding": sharding, "sharding_args": {"copies": copies}}
+    divided = {"sharding": sharding, "sharding_args": {"num_copies": copies}}
     register = {} if copies is None else divided
     return TorchTrainer(
         training_operator_cls=Timed,

@@ -276,9 +276,9 @@ class TrainingOperator(OperatorBase):
             horovod_args: More arguments of ``hvd.DistributedOptimizer``, such as ``compression``.
             sharding: "optimizer" shards the optimizer's state over the workers. "full" also shards
                 models and gradients, with ``fully_shard``.
-            sharding_args: ``copies``: number of other workers that hold a copy of each shard
-                (default: 1 with three or more workers, else 0). For "full" also ``wrap``, the
-                class or classes of modules to gather separately.
+            sharding_args: ``num_copies``: number of other workers that hold a copy of each shard
+                (default: 1 with three or more workers, else 0). For "full" also ``wrap_classes``:
+                the class or classes of modules to gather separately.
 
         Returns:
             (models, optimizers), then criterion and schedulers if you passed them. Each has the

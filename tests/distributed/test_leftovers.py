@@ -51,7 +51,7 @@ class Large(Small):
 
 class Sharded(Small):
     def register(self, **given):
-        return super().register(**given, sharding="full", sharding_args={"copies": 1})
+        return super().register(**given, sharding="full", sharding_args={"num_copies": 1})
 
 
 def of_operators(operator_cls=Small, trainer_cls=TorchTrainer, **settings):

@@ -45,7 +45,7 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
             train_state.micro_batching.refuse_split(why)
         models, (optimizer,) = train_state.models, train_state.optimizers
         device, dtype = train_state.settings.device, train_state.precision.dtype
-        self.modules = ShardedModules(models, arguments.get("wrap"), dtype, device)
+        self.modules = ShardedModules(models, arguments.get("wrap_classes"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
         whole = () if train_state.settings.context.is_alone else self.modules.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
@@ -56,8 +56,8 @@ class FullyShardedPlacement(OptimizerShards, StatePlacement):
         if dist.get_world_size() > 1:
             parameters = [p.detach() for p in self.modules.parameters]
             train_state.collectives.broadcast_tensors(parameters, src=0)
-        copies = arguments.get("copies")
-        super().__init__(optimizer, copies, train_state, list(self.modules.parameters))
+        num_copies = arguments.get("num_copies")
+        super().__init__(optimizer, num_copies, train_state, list(self.modules.parameters))
 
     def is_unsharded(self, owner: Any) -> bool:
         return False

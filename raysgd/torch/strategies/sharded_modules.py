@@ -88,7 +88,7 @@ class ShardedModules:
     def __init__(
         self,
         models: Sequence[torch.nn.Module],
-        wrap: Any,
+        wrap_classes: Any,
         dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
@@ -116,23 +116,23 @@ class ShardedModules:
         """Indices of the parameters to gather for each wrapped module. Inner modules come first."""
         self._units: dict[torch.nn.Module, _Unit] = {}
         seen: set[int] = set()
-        for block in self._chosen_blocks(wrap):
+        for block in self._chosen_blocks(wrap_classes):
             inside = [self._index[id(parameter)] for parameter in block.parameters()]
             self._blocks[block] = [index for index in inside if index not in seen]
             seen.update(inside)
 
-    def _chosen_blocks(self, wrap: Any) -> Iterator[torch.nn.Module]:
+    def _chosen_blocks(self, wrap_classes: Any) -> Iterator[torch.nn.Module]:
         inside = dict.fromkeys(module for model in self.models for module in model.modules())
-        if wrap is None:
+        if wrap_classes is None:
             blocks = {block for model in self.models for block in _repeated_blocks(model)}
         else:
-            kinds = wrap if isinstance(wrap, type) else tuple(wrap)
+            kinds = wrap_classes if isinstance(wrap_classes, type) else tuple(wrap_classes)
             blocks = {module for module in inside if isinstance(module, kinds)}
             if not blocks:
                 names = sorted({type(module).__name__ for module in inside})
                 raise ValueError(
-                    f"register(sharding_args={{'wrap': {wrap!r}}}): the models have no module of "
-                    f"this class. They have {', '.join(names)}."
+                    f"register(sharding_args={{'wrap_classes': {wrap_classes!r}}}): the models "
+                    f"have no module of this class. They have {', '.join(names)}."
                 )
         for module in reversed(inside):
             if (module in blocks and not self._shares_parameters(module)) or module in self.models:

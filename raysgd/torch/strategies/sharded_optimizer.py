@@ -72,7 +72,7 @@ class OptimizerShards(UpdateFeature):
 
     Args:
         optimizer: one of `raysgd.torch.tensors.ELEMENTWISE`, with averaged gradients.
-        copies: see `ShardLayout`.
+        num_copies: see `ShardLayout`.
         train_state: the training state.
         parameters: parameters that are sharded too, by rows. None if each worker has the complete
             parameters. The layout then covers those of the optimizer, also if they are frozen.
@@ -83,7 +83,7 @@ class OptimizerShards(UpdateFeature):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        copies: int | None,
+        num_copies: int | None,
         train_state: TorchTrainState,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class OptimizerShards(UpdateFeature):
         self._numbers = {indices[p]: number for number, p in enumerate(optimized) if p in indices}
         """Maps the index of each parameter of the optimizer to its number there."""
         updated, by_rows = self._find_updated(), parameters is not None
-        self._shard_layout = ShardLayout(self._parameters, updated, copies, by_rows)
+        self._shard_layout = ShardLayout(self._parameters, updated, num_copies, by_rows)
         self._pieces: list[Piece] = []
         self._running: tuple[list[list[torch.Tensor]], list[Piece]] | None = None
         """Within a step: the parameters of each group, and the pieces that it has instead."""
@@ -386,7 +386,7 @@ class ShardedOptimizersPlacement(StatePlacement):
 
     def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
         self.features: list[OptimizerShards] = [
-            OptimizerShards(optimizer, sharding_args.get("copies"), train_state)
+            OptimizerShards(optimizer, sharding_args.get("num_copies"), train_state)
             for optimizer in train_state.optimizers
         ]
 

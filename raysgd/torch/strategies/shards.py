@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
 
 def plan_transfers(
     shards: Sequence[Shard],
-    copies: int,
+    num_copies: int,
     min_version: int,
     pieces_by_rank: Sequence[Iterable[tuple[int, int, int, int]]],
 ) -> list[Transfer] | None:
@@ -37,7 +37,7 @@ def plan_transfers(
 
     Args:
         shards: the shard of each rank. The shards together contain all elements.
-        copies: the number of other ranks that hold each shard.
+        num_copies: the number of other ranks that hold each shard.
         min_version: version of the parameters. State of an older version is unusable.
         pieces_by_rank: for each rank, its pieces: index of the parameter, start, end, and version.
 
@@ -60,7 +60,7 @@ def plan_transfers(
                 versions[index][rank] = max(version, versions[index].get(rank, version))
     planned: list[Transfer] = []
     for owner, shard in enumerate(shards):
-        holders = [(owner + distance) % size for distance in range(min(copies, size - 1) + 1)]
+        holders = [(owner + distance) % size for distance in range(min(num_copies, size - 1) + 1)]
         for param_index, (first, end) in shard.items():
             for index in range(range_at[param_index, first], range_at[param_index, end]):
                 (_, start), (_, stop) = cuts[index : index + 2]
@@ -95,7 +95,7 @@ class ShardLayout:
     Args:
         parameters: the parameters.
         updated: indices of the parameters that the optimizer updates, which are divided apart.
-        copies: number of other ranks that hold each shard. None: 1 with three or more ranks.
+        num_copies: number of other ranks that hold each shard. None: 1 with three or more ranks.
         by_rows: whether a shard has the rows of each parameter that ``fully_shard`` gives a rank.
             Otherwise it is a range of all elements, concatenated.
     """
@@ -104,7 +104,7 @@ class ShardLayout:
         self,
         parameters: Sequence[torch.Tensor],
         updated: Collection[int],
-        copies: int | None,
+        num_copies: int | None,
         by_rows: bool = False,
     ) -> None:
         self.updated = updated
@@ -112,7 +112,7 @@ class ShardLayout:
         self._dtypes = [parameter.dtype for parameter in parameters]
         others = [index for index in range(len(parameters)) if index not in updated]
         self._groups = sorted(updated), others
-        self._copies, self._by_rows = copies, by_rows
+        self._num_copies, self._by_rows = num_copies, by_rows
         self.rank = self.size = 0
         self.shards: list[Shard] = []
 
@@ -141,7 +141,7 @@ class ShardLayout:
         self.shards = [self.shard(number, self.size) for number in range(self.size)]
 
     def num_copies(self, size: int) -> int:
-        return min(int(size >= 3) if self._copies is None else self._copies, size - 1)
+        return min(int(size >= 3) if self._num_copies is None else self._num_copies, size - 1)
 
     def held_shards(self) -> list[int]:
         """Return the shards that this rank holds, its own first."""

@@ -72,11 +72,13 @@ STRATEGIES = {
     "Horovod": Strategy(HorovodExchange),
     "independent models": Strategy(UserDDPExchange, IndependentModelsPlacement),
     "replicated": Strategy(DDPExchange),
-    "optimizer": Strategy(DDPExchange, ShardedOptimizersPlacement, ("copies",), check_shardable),
+    "optimizer": Strategy(
+        DDPExchange, ShardedOptimizersPlacement, ("num_copies",), check_shardable
+    ),
     "full": Strategy(
         lambda train_state: _fully_sharded().FullyShardedExchange(train_state),
         lambda *arguments: _fully_sharded().FullyShardedPlacement(*arguments),
-        sharding_args=("copies", "wrap"),
+        sharding_args=("num_copies", "wrap_classes"),
         check=check_fully_shardable,
     ),
 }
@@ -110,8 +112,8 @@ def as_sharding_args(
             f"{', '.join(map(repr, allowed))}."
         )
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
-    if (copies := sharding_args.get("copies")) is not None:
-        sharding_args["copies"] = as_int("register(sharding_args=...)", "copies", copies, 0)
+    if (given := sharding_args.get("num_copies")) is not None:
+        sharding_args["num_copies"] = as_int("register(sharding_args=...)", "num_copies", given, 0)
     caller, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
     conflicts.check(sharding, caller, options, models, ddp_args, scales)
     if (name := strategy_name(options, sharding, distributed=True)) != sharding:

@@ -161,7 +161,7 @@ class Round(cases.Case):
 
     def arguments(self):
         """Return the arguments of ``register``."""
-        copies = {} if self.copies is None else {"copies": self.copies}
+        copies = {} if self.copies is None else {"num_copies": self.copies}
         sharded = {"sharding": self.sharding, "sharding_args": copies}
         return self.register | sharded if self.divides else self.register
 

@@ -53,7 +53,9 @@ class Tokens(TrainingOperator):
         self.case = case = config["case"]
         model = make_model()
         criterion = torch.nn.MSELoss(reduction="sum") if case.kind == "sum" else mean_loss
-        arguments = {"sharding_args": {"wrap": torch.nn.Linear}} if case.sharding == "full" else {}
+        arguments = (
+            {"sharding_args": {"wrap_classes": torch.nn.Linear}} if case.sharding == "full" else {}
+        )
         self.model, self.optimizer, self.criterion = self.register(
             models=model,
             optimizers=make_optimizer(model),

@@ -187,7 +187,7 @@ def test_each_worker_holds_and_loads_only_its_share_of_the_state(process_group, 
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     state = optimizer.state_dict()
-    arguments = {"models": model, "optimizers": own, **ON, "sharding_args": {"copies": 0}}
+    arguments = {"models": model, "optimizers": own, **ON, "sharding_args": {"num_copies": 0}}
     train_state = build(lambda: arguments, ALONE)._train_state
     loaded = []
     own.register_load_state_dict_pre_hook(lambda _, given: loaded.extend(given["state"]))
@@ -339,10 +339,10 @@ ON = {"sharding": "optimizer"}
 FULL = {"sharding": "full"}
 REFUSED = {
     'must be "optimizer", "full", or None': {"sharding": "all"},
-    "has no effect without sharding": {"sharding_args": {"copies": 1}},
+    "has no effect without sharding": {"sharding_args": {"num_copies": 1}},
     "must be a dict": {**ON, "sharding_args": [1]},
-    "takes only 'copies'": {**ON, "sharding_args": {"wrap": 1}},
-    "'copies', 'wrap'": {**FULL, "sharding_args": {"unload": 1}},
+    "takes only 'num_copies'": {**ON, "sharding_args": {"wrap_classes": 1}},
+    "'num_copies', 'wrap_classes'": {**FULL, "sharding_args": {"unload": 1}},
     r"with register\(ddp_args": {**FULL, "ddp_args": {"bucket_cap_mb": 1}},
     "amp_dtype=torch.bfloat16": FULL,
     "got 2 optimizers": lambda: {k: [v, v] for k, v in with_sgd(linear()).items()} | FULL,
@@ -355,7 +355,7 @@ REFUSED = {
     ),
     "mapping of shares": FULL,
     'does not work with backend="horovod"': FULL,
-    "at least 0": {**ON, "sharding_args": {"copies": -1}},
+    "at least 0": {**ON, "sharding_args": {"num_copies": -1}},
     "does not work with wrap_ddp=False": ON,
     "cannot shard Muon": lambda: with_sgd(torch.nn.Linear(2, 2, bias=False), kind=torch.optim.Muon),
     "sparse gradients": lambda: with_sgd(torch.nn.Embedding(4, 2, sparse=True)),
