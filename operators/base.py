@@ -222,31 +222,33 @@ class SupervisedOperator(ConfiguredOperator):
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         return self.build_module("model", config)
 
-    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_model(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the model's output for a batch on this worker's device, and the target.
 
-        In `trainer.predict`, the target can be missing, and is None. If you override `predict` to
+        In `trainer.predict`, the target can be missing, and is None. If you override `run_model` to
         read other batches, also override `num_items` if necessary.
         """
         features, target = split_target(batch)
         return self.model(*features), target
 
-    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def compute_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of each term (batch, ...), and 0 for terms to ignore."""
-        raise NotImplementedError(f"{type(self).__name__} must override losses.")
+        raise NotImplementedError(f"{type(self).__name__} must override compute_losses.")
 
-    def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def compute_validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of each term in validation. The default is the loss of training."""
-        return self.losses(output, target)
+        return self.compute_losses(output, target)
 
-    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    def compute_metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         """Return further metrics of a validation batch by name, without the prefix ``val_``.
 
         Each metric is a mean over the samples, or a :class:`raysgd.metrics.MergeableMetric`.
         """
         return {}
 
-    def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
+    def compute_loss_metrics(
+        self, total: torch.Tensor, count: float | torch.Tensor
+    ) -> dict[str, Any]:
         """Return ``loss`` and derived metrics, from the sum of the losses of a batch."""
         return {"loss": Sums(ratio, total=total, weight=count)}
 
@@ -263,8 +265,8 @@ class SupervisedOperator(ConfiguredOperator):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         batch = self.to_device(batch)
         with self.autocast():
-            output, target = self.predict(batch)
-            losses = self.losses(to_full_precision(output), target)
+            output, target = self.run_model(batch)
+            losses = self.compute_losses(to_full_precision(output), target)
             counted = self.count_items(batch, len(target), default_items=losses.numel())
             if counted.num_items is None and losses.dim() > 1:  # on all workers
                 counted = counted._replace(num_items=float(losses.numel()))
@@ -272,25 +274,26 @@ class SupervisedOperator(ConfiguredOperator):
             count = losses.numel() if counted.num_items is None else counted.num_items
         self.backward(total / (count or 1), counted)
         self.optimizer_step(self.optimizer)
-        metrics = self.loss_metrics(total.detach(), count)
+        metrics = self.compute_loss_metrics(total.detach(), count)
         return {NUM_SAMPLES: len(target), **{f"train_{k}": v for k, v in metrics.items()}}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         batch = self.to_device(batch)
         with self.timers.record("eval_fwd"), self.autocast():
-            output, target = self.predict(batch)
+            output, target = self.run_model(batch)
             output = to_full_precision(output)
-            losses = self.validation_losses(output, target)
+            losses = self.compute_validation_losses(output, target)
         num_items = self.num_items(batch)
         count = losses.numel() if num_items is None else num_items
         batch_info["output"] = output
         self.update_metrics(output, target)
-        metrics = {**self.loss_metrics(losses.sum(), count), **self.metrics(output, target)}
+        metrics = self.compute_loss_metrics(losses.sum(), count)
+        metrics = {**metrics, **self.compute_metrics(output, target)}
         return {NUM_SAMPLES: len(target), **{f"val_{k}": v for k, v in metrics.items()}}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         with self.autocast():
-            return to_full_precision(self.predict(self.to_device(batch))[0])
+            return to_full_precision(self.run_model(self.to_device(batch))[0])
 
 
 def split_target(batch: Any) -> tuple[list[Any], Any]:

@@ -43,20 +43,20 @@ class ImageClassifier(SupervisedOperator):
         "top_k": None,
     }
 
-    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_model(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, classes) and classes (batch)."""
-        output, target = super().predict(batch)
+        output, target = super().run_model(batch)
         is_probability = target is not None and target.dim() > 1
         return getattr(output, "logits", output), target if is_probability else _as_classes(target)
 
-    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def compute_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         smoothing = self.options["label_smoothing"]
         return functional.cross_entropy(output, target, label_smoothing=smoothing, reduction="none")
 
-    def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def compute_validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output, target, reduction="none")
 
-    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    def compute_metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         target = target.argmax(dim=1) if target.shape == output.shape else target  # probabilities
         metrics = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
         if (k := self.options["top_k"]) is not None:
@@ -113,7 +113,7 @@ class SequenceClassifier(ImageClassifier):
         model: torch.nn.Module = transformers.AutoModelForSequenceClassification.from_config(made)
         return model
 
-    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_model(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(batch, Mapping):
             inputs = dict(batch)
             target = inputs.pop("labels", None)
@@ -128,9 +128,10 @@ class SequenceClassifier(ImageClassifier):
         output = self.model(**inputs)
         return getattr(output, "logits", output), _as_classes(target)
 
-    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    def compute_metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         confusion = confusion_matrix(output, target)
-        return {**super().metrics(output, target), "f1": Sums(macro_f1, confusion=confusion)}
+        metrics = super().compute_metrics(output, target)
+        return {**metrics, "f1": Sums(macro_f1, confusion=confusion)}
 
 
 class SemanticSegmenter(SupervisedOperator):
@@ -157,19 +158,19 @@ class SemanticSegmenter(SupervisedOperator):
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {**SupervisedOperator.OPTIONS, "ignore_index": 255}
 
-    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_model(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, classes, height, width) and masks (batch, height, width)."""
-        output, target = super().predict(batch)
+        output, target = super().run_model(batch)
         return output["out"] if isinstance(output, Mapping) else output, _as_classes(target)
 
-    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def compute_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ignored = self.options["ignore_index"]
         return functional.cross_entropy(output, target, ignore_index=ignored, reduction="none")
 
     def num_items(self, batch: Any) -> torch.Tensor:
         return torch.sum(batch[-1].long() != self.options["ignore_index"])
 
-    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    def compute_metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         confusion = confusion_matrix(output, target, self.options["ignore_index"])
         return {
             "pixel_accuracy": Sums(ratio, total=confusion.trace(), weight=confusion.sum()),

@@ -75,13 +75,13 @@ class LanguageModel(SupervisedOperator):
             data = TokenWindows(data, self.options["sequence_length"], self.options["ignore_index"])
         return super().make_loader(data, shuffle=shuffle)
 
-    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_model(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, length, tokens) and targets (batch, length)."""
         tokens, target = _tokens_and_targets(batch)
         output = self.model(tokens.long())
         return getattr(output, "logits", output), target.long()
 
-    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def compute_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(
             output.flatten(0, 1),
             target.flatten(),
@@ -93,11 +93,13 @@ class LanguageModel(SupervisedOperator):
         _, target = _tokens_and_targets(batch)
         return torch.sum(target.long() != self.options["ignore_index"])
 
-    def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
-        metrics = super().loss_metrics(total, count)
+    def compute_loss_metrics(
+        self, total: torch.Tensor, count: float | torch.Tensor
+    ) -> dict[str, Any]:
+        metrics = super().compute_loss_metrics(total, count)
         return {**metrics, "perplexity": Sums(_perplexity, total=total, weight=count)}
 
-    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    def compute_metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         counts = target != self.options["ignore_index"]
         hits = ((output.argmax(dim=-1) == target) & counts).sum()
         return {"accuracy": Sums(ratio, total=hits, weight=counts.sum())}

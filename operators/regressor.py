@@ -57,9 +57,9 @@ class Regressor(SupervisedOperator):
                 f"{', '.join(map(repr, _LOSSES))}."
             )
 
-    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_model(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and target, with the same shape."""
-        output, target = super().predict(batch)
+        output, target = super().run_model(batch)
         if target is None:
             return output, target
         if output.shape == (*target.shape, 1):
@@ -75,13 +75,13 @@ class Regressor(SupervisedOperator):
             target = target.to(torch.promote_types(output.dtype, torch.float32))
         return output, target
 
-    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def compute_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         kind = self.options["loss"]
         output = output.to(torch.promote_types(output.dtype, target.dtype))
         arguments = {"delta": self.options["huber_delta"]} if kind == "huber" else {}
         return _LOSSES[kind](output, target, reduction="none", **arguments)
 
-    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    def compute_metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         output, target = (each.double().reshape(len(target), -1) for each in (output, target))
         error = output - target
         return {

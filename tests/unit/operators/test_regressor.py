@@ -73,8 +73,8 @@ def test_r2_of_parts_is_that_of_the_whole_and_nan_if_targets_are_equal(offset):
     output = target + 0.5 * torch.randn(101, 3, generator=draw, dtype=torch.float64)
     operator = run_operator(Regressor, {"model": torch.nn.Linear(1, 1)})
     ends = ((0, 1), (1, 50), (50, 101))
-    parts = [operator.metrics(output[a:b], target[a:b])["r2"] for a, b in ends]
+    parts = [operator.compute_metrics(output[a:b], target[a:b])["r2"] for a, b in ends]
     merged = parts[2].merge(parts[0]).merge(parts[1]).compute()
     assert merged == pytest.approx(r2_score(target - offset, output - offset), abs=1e-5)
     equal = torch.full((7,), 0.1, dtype=torch.float64)
-    assert math.isnan(operator.metrics(equal, equal)["r2"].compute())
+    assert math.isnan(operator.compute_metrics(equal, equal)["r2"].compute())
