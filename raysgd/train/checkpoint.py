@@ -253,11 +253,11 @@ class RunCheckpoints(CheckpointFolder):
         if rank is None:
             return
         result, blob = results[0], results[0].checkpoint
-        if result.not_finite:
+        if result.nonfinite_array:
             logger.warning(
                 "A checkpoint is not kept, because its %s has NaN or infinity. The last finite "
                 "checkpoint stays.",
-                result.not_finite,
+                result.nonfinite_array,
             )
             return
         if blob is None:

@@ -42,7 +42,7 @@ class TrainingResult:
     checkpoint: bytes | None = None
     """The pickled checkpoint; only worker 0 sends one."""
     has_checkpoint: bool = False
-    not_finite: str = ""
+    nonfinite_array: str = ""
     """Name of an array with NaN or infinity that keeps the checkpoint from being stored."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """The reported numbers, which can rate the checkpoint."""
@@ -182,7 +182,7 @@ class GrowthPolicy:
         """Return whether a restart after this result, with `result.iteration`, skips no report."""
         if self._saves_first is None:
             self._saves_first = result.kind == "checkpoint"
-        if result.not_finite:  # a restart would repeat the steps since an earlier checkpoint
+        if result.nonfinite_array:  # a restart would repeat the steps since an earlier checkpoint
             return False
         has_waited = self._awaits_report
         self._awaits_report = self._saves_first and result.kind == "checkpoint"

@@ -137,8 +137,8 @@ class Session:
     ) -> None:
         """Pass a result to the driver. The driver keeps the checkpoint of worker 0 only."""
         arrays, blob = finiteness(checkpoint), None
-        not_finite = self._find_nonfinite(arrays)
-        if checkpoint is not None and not not_finite:
+        nonfinite_array = self._find_nonfinite(arrays)
+        if checkpoint is not None and not nonfinite_array:
             if self.spec.metadata:
                 described = Checkpoint(checkpoint)
                 described.set_metadata({**self.spec.metadata, **described.get_metadata()})
@@ -154,7 +154,7 @@ class Session:
                 content=content,
                 checkpoint=blob if worker_context().world_rank == 0 else None,
                 has_checkpoint=checkpoint is not None,
-                not_finite=not_finite,
+                nonfinite_array=nonfinite_array,
                 numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
                 iteration=self.iteration,
             )

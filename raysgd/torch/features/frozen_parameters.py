@@ -37,12 +37,12 @@ class FrozenParameters(UpdateFeature):
             {k: v for k, v in (*m.named_parameters(), *m.named_buffers()) if not v.requires_grad}
             for m in models
         ]
-        self._not_finite = [*nonfinite_arrays({"models": untrained})]  # such as masks
+        self._nonfinite_arrays = [*nonfinite_arrays({"models": untrained})]  # such as masks
         frozen = [model for model in models if _is_frozen(model)]
         self._modes = [(model, [(m, m.training) for m in model.modules()]) for model in frozen]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"not_finite": self._not_finite} if self._not_finite else {}
+        return {"not_finite": self._nonfinite_arrays} if self._nonfinite_arrays else {}
 
     def restore_modes(self) -> None:
         """Set the modes from ``register`` in models that are still frozen."""

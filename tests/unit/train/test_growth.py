@@ -15,7 +15,7 @@ TURNS = {
     "S": TrainingResult("checkpoint", checkpoint=b"", has_checkpoint=True),
     "R": TrainingResult("report", iteration=1),
     "B": TrainingResult("report", has_checkpoint=True),
-    "N": TrainingResult("checkpoint", has_checkpoint=True, not_finite="weight"),
+    "N": TrainingResult("checkpoint", has_checkpoint=True, nonfinite_array="weight"),
     "E": TrainingResult("end"),
 }
 

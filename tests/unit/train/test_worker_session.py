@@ -65,7 +65,7 @@ def test_a_checkpoint_that_is_not_finite_replaces_no_finite_one(run):
         model = {"mask": mask, "weight": torch.tensor([weight]), "history": history}
         model |= {"lazy": torch.nn.UninitializedParameter(), "parents": [model]}
         train.report({"loss": weight}, checkpoint=Checkpoint.from_dict({"model": model}))
-    assert [turn.not_finite for turn in queue.turns] == ["", "model.weight", ""]
+    assert [turn.nonfinite_array for turn in queue.turns] == ["", "model.weight", ""]
     assert [turn.checkpoint is None for turn in queue.turns] == [False, True, False]
     run(checkpoint=pickle.dumps({"model": {"weight": np.ones(2)}}))
     train.save_checkpoint(model={"weight": np.ones(2), "mask": mask.numpy()})
