@@ -18,7 +18,7 @@ class KerasCollectives(Collectives):
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = size, rank
 
-    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+    def all_reduce_mean(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the mean of each tensor over the workers."""
         return list(tensors)
 
@@ -53,7 +53,7 @@ class GlooCollectives(KerasCollectives):
         # During setup, a replacement worker is alone in its group, whatever its context says.
         super().__init__(self._dist.get_world_size(), self._dist.get_rank())
 
-    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+    def all_reduce_mean(self, tensors: Sequence[Any]) -> list[Any]:
         arrays = [tensor.numpy() for tensor in tensors]
         # PyTorch cannot read arrays of bfloat16.
         dtype = np.float64 if any(array.dtype == np.float64 for array in arrays) else np.float32
@@ -87,7 +87,7 @@ class HorovodCollectives(KerasCollectives):
         self._hvd = hvd
         self._mean = tf.function(lambda tensors: hvd.grouped_allreduce(tensors, op=hvd.Average))
 
-    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+    def all_reduce_mean(self, tensors: Sequence[Any]) -> list[Any]:
         check_dtypes([tensor.dtype.name for tensor in tensors])
         phase = step_timing.begin_phase(step_timing.WAIT)
         means: list[Any] = self._mean(list(tensors))

@@ -13,7 +13,7 @@ from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.update import Update
 from raysgd.tf.state_access import KerasStateAccess
-from raysgd.tf.train_state import KerasTrainState, rate_of
+from raysgd.tf.train_state import KerasTrainState, learning_rate_of
 
 _COMPARED_EVERY = 100
 """Steps after which the end of a call compares the values of all replicas."""
@@ -76,7 +76,7 @@ class ReplicaSync(UpdateFeature):
         kept = [v.value for model in models for v in model.non_trainable_variables]
         if floats := [variable for variable in kept if variable.dtype.is_floating]:
             # In float32, a mean of three equal numbers can differ from them.
-            means = collectives.mean([tf.cast(variable, tf.float64) for variable in floats])
+            means = collectives.all_reduce_mean([tf.cast(each, tf.float64) for each in floats])
             for variable, mean in zip(floats, means, strict=True):
                 variable.assign(tf.cast(mean, variable.dtype))
 
@@ -90,7 +90,7 @@ class KerasOptimization(UpdateFeature):
 
     def __init__(self, train_state: KerasTrainState) -> None:
         self._train_state = train_state
-        rates = map(rate_of, train_state.optimizers)
+        rates = map(learning_rate_of, train_state.optimizers)
         self._rates = [(rate, rate.value) for rate in rates if rate is not None]
         self._accumulated: dict[int, list[Any]] = {}
         self._copies: dict[int, tuple[Any, Any]] = {}
@@ -124,7 +124,7 @@ class KerasOptimization(UpdateFeature):
         if _check_same_update(self._train_state, variables, lacks_gradient):  # of any worker
             gradients = collectives.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-        means = collectives.mean([gradient for gradient, _ in pairs])
+        means = collectives.all_reduce_mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
         if update.is_open and update.optimizer_steps.need_backup:
             for variable in [*changed, *optimizer.variables]:

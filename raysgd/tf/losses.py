@@ -71,7 +71,9 @@ class BatchLosses:
             weights = _multiply_weights(self._class_weight, target, weights)
         return features, target, weights
 
-    def total(self, features: Any, target: Any, output: Any, weights: Any, training: bool) -> Any:
+    def compute_loss(
+        self, features: Any, target: Any, output: Any, weights: Any, training: bool
+    ) -> Any:
         """Return the loss of a batch, including losses of layers. It may be one of each sample."""
         model = self._model
         if target is None and not (model.losses or overrides(model, "compute_loss")):
@@ -88,7 +90,7 @@ class BatchLosses:
             losses.append(self.criterion(target, output, weights))
         return tf.add_n([tf.cast(loss, keras.config.floatx()) for loss in losses])
 
-    def measure(self, prefix: str, loss: Any, unpacked: Any, output: Any) -> dict[str, Any]:
+    def compute_metrics(self, prefix: str, loss: Any, unpacked: Any, output: Any) -> dict[str, Any]:
         """Return what a batch reports: its loss, losses of the outputs, and registered metrics.
 
         `unpacked` is the result of `unpack`.

@@ -5,7 +5,7 @@ For each ``trainer.train()``, a worker runs::
     operator.train_epoch(iterator, info, num_steps, epoch_idx)
         for batch in iterator:                  # this worker's part of the training data
             operator.train_batch(batch, batch_info)
-                self.minimize(loss_of, batch)       # averages gradients over the workers
+                self.minimize(loss_fn, batch)       # averages gradients over the workers
 
 For ``trainer.validate()``, a worker runs ``operator.validate`` with ``operator.validate_batch``.
 Users can override any of these methods.
@@ -70,7 +70,8 @@ class TrainingOperator(OperatorBase):
         self._check_criterion()
         unpacked = self._train_state.losses.unpack(batch, training=True)
         loss, output, masks = self.minimize(self._forward, *unpacked, True)
-        return self._train_state.losses.measure("train", loss, unpacked, _set_masks(output, masks))
+        output = _set_masks(output, masks)
+        return self._train_state.losses.compute_metrics("train", loss, unpacked, output)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, with the arguments of `train_batch`.
@@ -88,7 +89,7 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._forward, *unpacked, False)
         batch_info["output"] = output = _set_masks(output, masks)
-        return self._train_state.losses.measure("val", loss, unpacked, output)
+        return self._train_state.losses.compute_metrics("val", loss, unpacked, output)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return a row of output for each sample, for ``trainer.predict``. Lists become tuples.
@@ -190,7 +191,7 @@ class TrainingOperator(OperatorBase):
 
     def minimize(
         self,
-        loss_of: Callable[..., Any],
+        loss_fn: Callable[..., Any],
         *tensors: Any,
         optimizer: Any = None,
         model: Any = None,
@@ -201,22 +202,22 @@ class TrainingOperator(OperatorBase):
         on all workers or on none. If a batch is split, its last micro-batch makes the update.
 
         Args:
-            loss_of: Function of `tensors` that returns the mean loss of the batch, or a tuple that
+            loss_fn: Function of `tensors` that returns the mean loss of the batch, or a tuple that
                 begins with this loss. TensorFlow traces the function, so pass the same function or
                 method each time.
-            tensors: Arguments of `loss_of`, which are nests of tensors and arrays.
+            tensors: Arguments of `loss_fn`, which are nests of tensors and arrays.
             optimizer: A registered optimizer. None for the only registered one.
             model: The model, or list of models, to train. None for the only registered one.
 
         Returns:
-            The result of `loss_of`.
+            The result of `loss_fn`.
         """
         train_state = self._train_state
         optimizer = self._only_registered("optimizer") if optimizer is None else optimizer
         models = as_list(self._only_registered("model") if model is None else model)
         variables = [variable for each in models for variable in each.trainable_variables]
         with train_state.step_timing.within(BACKWARD):
-            result, gradients = train_state.graphs.gradients(loss_of, tensors, optimizer, variables)
+            result, gradients = train_state.graphs.gradients(loss_fn, tensors, optimizer, variables)
         with train_state.step_timing.within(OPTIMIZER):
             train_state.optimization.step(optimizer, gradients, variables)
         return result
@@ -265,7 +266,7 @@ class TrainingOperator(OperatorBase):
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
         """Return the loss, the output, and the masks of the output, which graphs drop."""
         output = self._only_registered("model")(features, training=training)
-        loss = self._train_state.losses.total(features, target, output, weights, training)
+        loss = self._train_state.losses.compute_loss(features, target, output, weights, training)
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
         if training:  # when TensorFlow traces it
             self._train_state.warn_of_batch(loss, masks)

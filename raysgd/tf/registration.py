@@ -1,6 +1,6 @@
 """Check and wrap what a Keras operator registers."""
 
-import itertools
+from itertools import compress
 from typing import Any
 
 import keras
@@ -32,8 +32,8 @@ def register(
         tf.config.run_functions_eagerly(True)
     model = train_state.models[0]
     of_model = [each is None for each in (optimizers, criterion, metrics)]
-    train_state.read_compiled = lambda: [*itertools.compress(compiled_objects(model), of_model)]
-    train_state.compiled_at_register = train_state.read_compiled()
+    train_state.get_compiled_objects = lambda: [*compress(compiled_objects(model), of_model)]
+    train_state.compiled_objects_at_register = train_state.get_compiled_objects()
     if optimizers is None:
         optimizers = getattr(model, "optimizer", None)
         if optimizers is None or isinstance(models, list | tuple):
@@ -103,7 +103,7 @@ def _as_optimizer(train_state: KerasTrainState, optimizer: Any) -> Any:
 def build_registered(train_state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
     models, data = train_state.models, train_state.data
-    if train_state.read_compiled() != train_state.compiled_at_register:
+    if train_state.get_compiled_objects() != train_state.compiled_objects_at_register:
         raise RuntimeError(
             "setup compiled a model after register(), which had taken its optimizer, loss, or "
             "metrics. Call compile() first."
@@ -129,9 +129,9 @@ def build_registered(train_state: KerasTrainState) -> None:
             optimizer.build(variables)
     names = ("model", "optimizer", "criterion", "metrics")
     given = {name: train_state.attributes.get(name) for name in names}
-    train_state.setup_objects = {name: each for name, each in given.items() if each is not None}
-    train_state.setup_arguments = train_state.compile_arguments()
-    train_state.not_finite = _find_nonfinite(train_state.models)
+    train_state.registered_at_setup = {k: v for k, v in given.items() if v is not None}
+    train_state.compile_arguments_at_setup = train_state.compile_arguments()
+    train_state.nonfinite_weights = _find_nonfinite(train_state.models)
 
 
 def _find_nonfinite(models: list[Any]) -> list[str]:

@@ -44,7 +44,7 @@ class KerasStateAccess(StateAccess):
             "layers": [layer_states(model) for model in train_state.models],
             "trainable": train_state.trainable_flags(),
             "optimizers": [arrays_of(each.variables) for each in train_state.optimizers],
-        } | ({"not_finite": train_state.not_finite} if train_state.not_finite else {})
+        } | ({"not_finite": train_state.nonfinite_weights} if train_state.nonfinite_weights else {})
 
     def check(self, state: dict[str, Any]) -> None:
         train_state = self._train_state

@@ -32,17 +32,17 @@ class StepGraphs:
 
     def gradients(
         self,
-        loss_of: Callable[..., Any],
+        loss_fn: Callable[..., Any],
         arguments: Sequence[Any],
         optimizer: Any,
         variables: Sequence[Any],
     ) -> tuple[Any, list[Any]]:
-        """Return the result of `loss_of`, and this worker's gradients, scaled for the optimizer.
+        """Return the result of `loss_fn`, and this worker's gradients, scaled for the optimizer.
 
         A gradient is None if the loss does not depend on the variable.
         """
         compiled = self.cache(
-            lambda: _gradients_of(loss_of, optimizer, variables), loss_of, optimizer, *variables
+            lambda: _gradients_of(loss_fn, optimizer, variables), loss_fn, optimizer, *variables
         )
         result, gradients = compiled(*arguments)
         return result, gradients
@@ -64,7 +64,7 @@ class StepGraphs:
         return self._compiled[key][0]
 
 
-def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequence[Any]) -> Any:
+def _gradients_of(loss_fn: Callable[..., Any], optimizer: Any, variables: Sequence[Any]) -> Any:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     known = set(map(id, inner._trainable_variables))  # Keras has no public list
     watched = [variable.value for variable in variables]
@@ -72,7 +72,7 @@ def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequen
     @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
     def compiled(*arguments: Any) -> Any:
         with tf.GradientTape() as tape:
-            result = loss_of(*arguments)
+            result = loss_fn(*arguments)
             loss = result[0] if isinstance(result, tuple | list) else result
             scaled = optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, watched)

@@ -37,12 +37,12 @@ class KerasTrainState(TrainState):
         self.micro_batching = MicroBatching(self)
         self.generators = KerasRandomGenerators(self)
         self.graphs = StepGraphs()
-        self.not_finite: list[str] = []  # weights that were not finite before training
-        self.read_compiled: Callable[[], list[Any]] = list  # what `register` uses of compile()
-        self.compiled_at_register: list[Any] = []
-        self.setup_arguments: list[Any] = []  # of compile(): constants of the graphs
+        self.nonfinite_weights: list[str] = []  # before training
+        self.get_compiled_objects: Callable[[], list[Any]] = list  # those that `register` uses
+        self.compiled_objects_at_register: list[Any] = []
+        self.compile_arguments_at_setup: list[Any] = []  # constants of the graphs
         self.attributes: Mapping[str, Any] = {}  # of the operator
-        self.setup_objects: Mapping[str, Any] = {}  # those that are registered, when `setup` ended
+        self.registered_at_setup: Mapping[str, Any] = {}  # attributes, when `setup` ended
 
     def begin_generation(self, context: WorkerContext) -> None:
         super().begin_generation(context)
@@ -56,9 +56,9 @@ class KerasTrainState(TrainState):
 
     def accept_changes(self) -> None:
         """Trace steps again after `trainable` has changed, and refuse changes without an effect."""
-        now = [(each, self.attributes.get(name)) for name, each in self.setup_objects.items()]
+        now = [(each, self.attributes.get(name)) for name, each in self.registered_at_setup.items()]
         is_replaced = any(new is not None and new is not each for each, new in now)
-        if is_replaced or self.compile_arguments() != self.setup_arguments:
+        if is_replaced or self.compile_arguments() != self.compile_arguments_at_setup:
             raise RuntimeError(
                 "After setup, a model was compiled, an attribute of an optimizer was changed, or "
                 "the model, optimizer, criterion, or metrics of the operator were replaced. But "
@@ -89,14 +89,14 @@ class KerasTrainState(TrainState):
 
     def initial_hyperparameters(self) -> list[float | None]:
         """Return the learning rates after ``setup``; None for a schedule."""
-        rates = map(rate_of, self.optimizers)
+        rates = map(learning_rate_of, self.optimizers)
         return [rate if rate is None else float(rate) for rate in rates]
 
     def rescale_hyperparameters(self, then: list[float | None], now: list[float | None]) -> None:
         """Multiply each learning rate by the ratio of initial rates, now / then."""
         for optimizer, old, new in zip(self.optimizers, then, now, strict=True):
             if old is not None and new is not None and old != new:
-                rate = rate_of(optimizer)
+                rate = learning_rate_of(optimizer)
                 rate.assign(new * (float(rate) / old if old else 1.0))
 
     def warn_of_batch(self, loss: Any, masks: Any) -> None:
@@ -160,7 +160,7 @@ class KerasRandomGenerators(RandomGenerators):
         return {"keras_models": list(models.values()), "keras_others": list(others.values())}
 
 
-def rate_of(optimizer: Any) -> Any:
+def learning_rate_of(optimizer: Any) -> Any:
     rate = (getattr(optimizer, "inner_optimizer", None) or optimizer).learning_rate
     return rate if hasattr(rate, "assign") else None  # a schedule returns a tensor
 

@@ -129,7 +129,7 @@ def means_of_all_kinds(operator):
 
     kinds = (tf.float32, tf.bfloat16, tf.float16, tf.float64)
     dense = [tf.fill([2, 3], tf.constant(operator.world_rank + 1, kind)) for kind in kinds]
-    means = operator._train_state.collectives.mean(dense)
+    means = operator._train_state.collectives.all_reduce_mean(dense)
     types = [mean.dtype.name for mean in means]
     return types, [tf.cast(mean, tf.float32).numpy().tolist() for mean in means]
 

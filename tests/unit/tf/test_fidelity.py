@@ -34,7 +34,7 @@ class Averages(KerasCollectives):
         super().__init__(size, rank)
         self.meeting = meeting
 
-    def mean(self, tensors):
+    def all_reduce_mean(self, tensors):
         of_all = zip(*self.meeting.gather(self.rank, tensors), strict=True)
         return [sum(each) / self.size for each in of_all]
 

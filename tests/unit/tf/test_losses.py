@@ -28,7 +28,7 @@ def mean_loss(criterion, model=None):
 
 def measured(losses, target, output):
     """Return the metrics of a batch."""
-    values = losses.measure("val", 0.0, (None, target, None), output)
+    values = losses.compute_metrics("val", 0.0, (None, target, None), output)
     return {n[4:]: v for n, v in values.items() if n not in ("val_loss", "num_samples")}
 
 

@@ -235,7 +235,7 @@ def test_register_refuses_optimizers_of_horovod(build):
 
 def test_mean_of_equal_weights_and_integers_changes_no_bit():
     class OfThree(KerasCollectives):
-        def mean(self, tensors):
+        def all_reduce_mean(self, tensors):
             self.number = len(tensors)
             return [(tensor + tensor + tensor) / 3 for tensor in tensors]
 
