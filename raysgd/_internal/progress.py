@@ -32,7 +32,7 @@ class ReportedPosition(NamedTuple):
 
 
 class BatchProgress(NamedTuple):
-    """What a progress bar shows. `Supervisor` reads it, and passes it to callbacks."""
+    """What a progress bar shows. `CallExecutor` reads it, and passes it to callbacks."""
 
     global_step: int = 0
     num_batches: int = 0  # as `ReportedPosition.num_batches`

@@ -1,7 +1,7 @@
 """Runs calls on all workers of a group, through failures.
 
 `Controller._repair` decides what the group needs next. Workers only answer: `WorkerStarter` and
-`GroupBuilder` call `create_runner`, `setup`, and `rejoin` of a `Worker`, `Supervisor` sends each
+`GroupBuilder` call `create_runner`, `setup`, and `rejoin` of a `Worker`, `CallExecutor` sends each
 attempt at a call to `handle`, and `GroupRpc` sends other requests, and control messages such as
 `interrupt`. After the loss of a worker, for example::
 
@@ -23,6 +23,7 @@ from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker_handle import cause_of
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic.call import Call
+from raysgd.elastic.call_executor import CallExecutor
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_builder import NO_SNAPSHOT, GroupBuilder
 from raysgd.elastic.group_record import GroupRecord
@@ -32,7 +33,6 @@ from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshot_keeper import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
-from raysgd.elastic.supervisor import Supervisor
 from raysgd.elastic.worker_starter import WorkerStarter
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Controller:
         self._starter = starter = WorkerStarter(record, preemption, arguments, timeout_s)
         shares = ShareBalancer(record)
         self._builder = GroupBuilder(record, rpc, starter, snapshots, shares, backend, on_start)
-        self._supervisor = Supervisor(record, rpc, starter, preemption, snapshots, shares, speed)
+        self._executor = CallExecutor(record, rpc, starter, preemption, snapshots, shares, speed)
         self._awaits_load = False
         """Whether the workers have the state of their setup, because a load follows."""
 
@@ -148,7 +148,7 @@ class Controller:
             )
 
     def _abort_attempt(self, error: BaseException) -> None:
-        attempt = self._supervisor.running.attempt
+        attempt = self._executor.running.attempt
         if self.state == "running":
             self.state = "ready" if attempt is None else "broken"
             if attempt is not None:
@@ -164,7 +164,7 @@ class Controller:
         while True:
             if (result := self._repair()) is None:
                 self.state = "running"
-                result = self._supervisor.run_attempt()  # here: short tracebacks of users
+                result = self._executor.run_attempt()  # here: short tracebacks of users
             self.state = result.state
             self._check_open()  # a shutdown in another thread loses no worker
             if result.lost:
@@ -175,7 +175,7 @@ class Controller:
     def _repair(self) -> AttemptResult | None:
         """Take the next step of a repair. Return None if the group needs none."""
         builder, policy, num_workers = self._builder, self._policy, len(self.members)
-        self._supervisor.observe({})
+        self._executor.observe({})
         joining, leaving = self._starter.membership_changes()
         if not num_workers:
             return self._restart()
@@ -193,7 +193,7 @@ class Controller:
         if leaving:
             builder.collect_metrics(self.members)
         if leaving or policy.rescues_state:
-            self._supervisor.rescue_state()
+            self._executor.rescue_state()
         return self._restart()
 
     def _restart(self) -> AttemptResult:
@@ -218,10 +218,10 @@ class Controller:
             self._starter.expect_replacement(member)
             self._group.discard(member)
         if self._policy.rescues_state:
-            self._supervisor.rescue_state()
+            self._executor.rescue_state()
         if not self._policy.survivors_stay:
             self._builder.discard_all()
-        if why := self._supervisor.count_loss():
+        if why := self._executor.count_loss():
             self._starter.advance_if_allowed()
             raise self.record.make_error(why, *next(iter(lost.items())))
 
@@ -234,7 +234,7 @@ class Controller:
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
         before, result = self.record.progress, AttemptResult("broken")
         try:
-            self._supervisor.set_call(call)
+            self._executor.set_call(call)
             with self._aborting_on_error():
                 if len(self.members) < self.record.num_required or self._starter.starts_left <= 0:
                     self._starter.reset_failures()  # once per call, to limit the attempts
@@ -246,7 +246,7 @@ class Controller:
         finally:
             result = AttemptResult("broken")  # an error refers to this frame: this would be a cycle
             try:
-                self._supervisor.set_call(Call())
+                self._executor.set_call(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
                     self._awaits_load = False
                     self.record.set_progress(before)

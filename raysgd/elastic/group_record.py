@@ -65,7 +65,7 @@ class GroupRecord:
         self.begin_call(Call())
 
     def begin_call(self, call: Call) -> None:
-        """Set the running call, or an empty one at its end. Only `Supervisor` does so."""
+        """Set the running call, or an empty one at its end. Only `CallExecutor` does so."""
         self.call = call
         # It counts, even if a later step of the call has damaged the state.
         self.progress_before = self.progress._replace(state_status=StateStatus())

@@ -9,7 +9,7 @@ DRIVER = re.compile(
     r"raysgd/(callbacks|cli|driver|elastic|testing|train/executor|trials|cluster/(?!worker\.py))"
 )
 READERS = dict.fromkeys(Progress._fields, "elastic/") | {
-    "bar": "elastic/supervisor.py",
+    "bar": "elastic/call_executor.py",
     "snapshot": "elastic/snapshot_keeper.py",
     "updates": "driver/",
 }

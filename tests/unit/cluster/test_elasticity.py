@@ -9,7 +9,7 @@ import pytest
 
 from raysgd._internal.progress import Progress
 from raysgd.cluster.worker import Worker
-from raysgd.elastic.supervisor import Supervisor
+from raysgd.elastic.call_executor import CallExecutor
 from raysgd.errors import CheckpointError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError
 from tests.blackbox.simulation.world import World
@@ -69,14 +69,14 @@ def test_the_first_save_asks_all_workers_if_each_has_a_shard(world):
 
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
     controller = world.drive(2).controller
-    watch = Supervisor._watch
+    watch = CallExecutor._watch
 
     def taken(*arguments):
         polled = watch(*arguments)
         controller.members.clear()
         return polled
 
-    monkeypatch.setattr(Supervisor, "_watch", taken)
+    monkeypatch.setattr(CallExecutor, "_watch", taken)
     assert len(run(controller, "train", until_step=3)) == 2
 
 

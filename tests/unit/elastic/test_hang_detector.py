@@ -6,8 +6,8 @@ import pytest
 
 from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd.cluster.worker import Outcome, Worker
+from raysgd.elastic.call_executor import HangDetector
 from raysgd.elastic.group_rpc import Attempt
-from raysgd.elastic.supervisor import HangDetector
 from tests.unit.cluster.clock import ManualClock
 
 WAITING = 'File "distributed.py", in all_reduce'

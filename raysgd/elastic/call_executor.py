@@ -101,7 +101,7 @@ class HangDetector:
 
 @dataclass(eq=False)
 class RunningCall:
-    """What the supervisor keeps of the running call between its attempts."""
+    """What `CallExecutor` keeps of the running call between its attempts."""
 
     call: Call  # with its newest goal
     attempt: Attempt | None = None
@@ -114,12 +114,12 @@ class RunningCall:
     """Number of losses before the call began."""
     has_warned_of_replay: bool = False
     goal: Literal["due", "due with a save", "set"] = "due"
-    """Whether the next attempt sets the goal of the call. See `Supervisor._set_goal`."""
+    """Whether the next attempt sets the goal of the call. See `CallExecutor._set_goal`."""
 
 
 @dataclass(eq=False)
-class Supervisor:
-    """Runs attempts at the running call."""
+class CallExecutor:
+    """Executes the running call, in attempts, and counts its losses."""
 
     record: GroupRecord
     rpc: GroupRpc
@@ -134,7 +134,7 @@ class Supervisor:
         self.set_call(self.record.call)
 
     def set_call(self, call: Call) -> None:
-        """Supervise this call from now on. It is the running call."""
+        """Execute this call from now on. It is the running call."""
         self.record.begin_call(call)
         self.running = RunningCall(call)
 
