@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 
 
 class Request:
@@ -70,7 +70,7 @@ class RetrySplitError(Exception):
 class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
-    `progress`, `set_interrupted`, `pause_at`, `acquire_snapshot`, and `release_snapshot` run in
+    `status`, `set_interrupted`, `pause_at`, `acquire_snapshot`, and `release_snapshot` run in
     *control* threads while the worker is busy, so they must not wait. The other methods run one at
     a time in the *work* thread.
     """
@@ -87,8 +87,8 @@ class Runner(Protocol):
         Return a warning about what this generation has changed, if there is one.
         """
 
-    def progress(self, acknowledged_step: int = -1) -> Progress:
-        """Return the progress of the work, without the points up to `acknowledged_step`."""
+    def status(self, acknowledged_step: int = -1) -> WorkerStatus:
+        """Return the status of the worker, without the log points up to `acknowledged_step`."""
 
     def set_interrupted(self, interrupted: bool) -> None:
         """Make the current work raise at its next step. False withdraws the request."""

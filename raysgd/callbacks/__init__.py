@@ -8,7 +8,7 @@
 the packages that some of them need.
 """
 
-from raysgd._internal.progress import BatchProgress as BatchProgress
+from raysgd._internal.worker_status import BatchProgress as BatchProgress
 from raysgd.callbacks.averaging import EMA as EMA
 from raysgd.callbacks.averaging import SWA as SWA
 from raysgd.callbacks.base import Callback as Callback

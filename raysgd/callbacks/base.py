@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from raysgd._internal.progress import BatchProgress
 from raysgd._internal.values import numbers_in
+from raysgd._internal.worker_status import BatchProgress
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.events import Event
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES

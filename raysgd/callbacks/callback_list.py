@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.paths import as_path, without_secrets
-from raysgd._internal.progress import BatchProgress
+from raysgd._internal.worker_status import BatchProgress
 from raysgd.callbacks.base import AnyTrainer, Callback
 from raysgd.callbacks.loggers import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar

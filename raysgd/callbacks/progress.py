@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from raysgd._internal.progress import BatchProgress
 from raysgd._internal.step_timing import PHASES
+from raysgd._internal.worker_status import BatchProgress
 from raysgd.callbacks.base import AnyTrainer, Callback, CallInfo, means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd._internal.imports import frozen_imports
-from raysgd._internal.progress import Progress
 from raysgd._internal.runner import PausedError, Request, RetrySplitError, Runner, WorkerContext
 from raysgd._internal.tracebacks import last_frame, stacks
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster import process, serialization
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.large_values import FileContent, IncomingValue, fits_ray_message, send
@@ -57,7 +57,7 @@ class Outcome:
     payload: Any
     """The value or the exception, packed if it comes from another process. Ray would unpickle the
     content in a thread where no user code may run."""
-    progress: Progress
+    status: WorkerStatus
     traceback: str = ""
     min_splits: int = 0  # micro-batches per batch in the repeated call, or 0 if more do not help
 
@@ -229,18 +229,18 @@ class Worker:
         self._interruption = "cut off"
         self.interrupt()
 
-    def progress(self, acknowledged_step: int = -1) -> Progress:
+    def status(self, acknowledged_step: int = -1) -> WorkerStatus:
         if (runner := self.runner) is None:
-            return Progress()
-        progress, backend = runner.progress(acknowledged_step), self._backend
-        measured, status = progress.measured, progress.process
+            return WorkerStatus()
+        status, backend = runner.status(acknowledged_step), self._backend
+        measured, process = status.measured, status.process
         if self._terminated_at is not None:
-            status = status._replace(terminated_s=time.monotonic() - self._terminated_at)
+            process = process._replace(terminated_s=time.monotonic() - self._terminated_at)
         if backend is not None:
-            status = status._replace(collective=backend.collective())
+            process = process._replace(collective=backend.collective())
             if measured.timing is not None:
                 measured = measured._replace(links=backend.links())
-        return progress._replace(measured=measured, process=status)
+        return status._replace(measured=measured, process=process)
 
     def _record_sigterm(self) -> None:
         self._terminated_at = self._terminated_at or time.monotonic()
@@ -258,7 +258,7 @@ class Worker:
         """Make the call of a generation pause at a step. Return the current step."""
         with self._generation_lock:
             if generation < self._context.generation:
-                return self._live_runner.progress().position.global_step
+                return self._live_runner.status().position.global_step
             return self._live_runner.pause_at(step)
 
     def send_snapshot(
@@ -315,7 +315,7 @@ class Worker:
                 value = _pack_error(_without_frames(error))
         elif self._is_remote:
             value = _send_if_large(_pack_answer(value), inbox)
-        return Outcome("ok", value, self._safe_progress())
+        return Outcome("ok", value, self._safe_status())
 
     def _failure(self, error: BaseException) -> Outcome:
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -334,7 +334,7 @@ class Worker:
             )
         kind: OutcomeKind = "user"
         if isinstance(error, PausedError):
-            return Outcome("paused", None, self._safe_progress())
+            return Outcome("paused", None, self._safe_status())
         advice = "" if self._backend is None else self._backend.advice(error)
         if self._interruption is not None:
             kind = self._interruption
@@ -342,27 +342,27 @@ class Worker:
             error.add_note(advice)
         elif self._backend is not None and _has_cause(error, self._backend.is_communication_error):
             kind = "communication"
-        progress, rank = self._safe_progress(), self._context.world_rank
+        status, rank = self._safe_status(), self._context.world_rank
         if min_splits and kind == "user":
             error = _without_frames(error)  # its frames hold memory that the repeated call needs
         if kind == "user":  # users often read only this line
-            failure_place = progress.process.failure_place
+            failure_place = status.process.failure_place
             where = f"Raised on worker {rank}", failure_place, last_frame(text)[0]
             notes = getattr(error, "__notes__", ())  # the error may have been raised before
             error.__notes__ = [each for each in notes if not each.startswith("Raised on worker ")]
             error.add_note(", ".join(filter(None, where)))
         if not self._is_remote:
-            return Outcome(kind, error, progress, min_splits=min_splits)
+            return Outcome(kind, error, status, min_splits=min_splits)
         text = f"Raised on worker {rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
         bare = _without_frames(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
         packed = _pack_error(bare) if kind == "user" else pack(_as_remote_error(bare))
-        return Outcome(kind, packed, progress, text, min_splits)
+        return Outcome(kind, packed, status, text, min_splits)
 
-    def _safe_progress(self) -> Progress:
+    def _safe_status(self) -> WorkerStatus:
         with contextlib.suppress(Exception):  # the runner may be only partly set up
-            return self.progress()
-        return Progress()
+            return self.status()
+        return WorkerStatus()
 
 
 def _has_cause(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from raysgd._internal.arguments import as_dict, as_int
-from raysgd._internal.progress import ReportedPosition
 from raysgd._internal.runner import Request
+from raysgd._internal.worker_status import ReportedPosition
 from raysgd.callbacks.base import CallInfo
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.driver.results import MergedResult, Results

@@ -66,7 +66,7 @@ class TrainerProperties:
         "_results.position.global_step", "Finished training steps of all calls."
     )
     split: int = forward_to(
-        "_controller.record.progress.updates.num_splits",
+        "_controller.record.newest_status.updates.num_splits",
         "Micro-batches per batch, above 1 after memory ran out.",
     )
     latest_metrics: dict[str, Any] = forward_to(

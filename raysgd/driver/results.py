@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from raysgd._internal.arguments import as_dict, as_int, set_fields
 from raysgd._internal.files import append_lines
 from raysgd._internal.nonfinite import nonfinite_loss
-from raysgd._internal.progress import ReportedPosition
 from raysgd._internal.values import flatten_scalars
+from raysgd._internal.worker_status import ReportedPosition
 from raysgd.callbacks.base import CallInfo, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import PackedValue
@@ -97,7 +97,7 @@ class Results:
     @property
     def position(self) -> ReportedPosition:
         """The position of the group, or in `on_log` that of the point."""
-        return self._log_position or self.controller.record.progress.position
+        return self._log_position or self.controller.record.newest_status.position
 
     @property
     def epoch(self) -> int:
@@ -131,7 +131,7 @@ class Results:
     def report_bad_steps(self) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
         newest = max((each["step"] for each in self.bad_steps), default=0)
-        bad_steps = self.controller.record.progress.updates.bad_steps
+        bad_steps = self.controller.record.newest_status.updates.bad_steps
         if not (new_steps := [each for each in bad_steps if each["step"] > newest]):
             return
         self.bad_steps += new_steps

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.progress import BatchProgress, LogPoint, Progress, ReportedPosition
 from raysgd._internal.runner import Request
+from raysgd._internal.worker_status import BatchProgress, LogPoint, ReportedPosition, WorkerStatus
 from raysgd.cluster.large_values import Inbox, IncomingValue
 
 WorkerPoint = tuple[Any, LogPoint]
@@ -19,7 +19,7 @@ WorkerPoint = tuple[Any, LogPoint]
 class LogPointCollector:
     """What the workers measure for ``fit(log_every=...)`` while a call trains.
 
-    At a step at which a log is due, each worker adds a point, and repeats it in its progress until
+    At a step at which a log is due, each worker adds a point, and repeats it in its status until
     a later request acknowledges the step. The points of each step are shown once, also if a restart
     repeats the step.
     """
@@ -40,9 +40,9 @@ class LogPointCollector:
         self._pending = {key: p for key, p in self._pending.items() if p.global_step <= step}
         self.add({}, members)
 
-    def add(self, progress: Mapping[Any, Progress], members: Sequence[Any]) -> None:
-        """Store the points in the progress of workers. Show those that all `members` have."""
-        for worker, of_worker in progress.items():
+    def add(self, statuses: Mapping[Any, WorkerStatus], members: Sequence[Any]) -> None:
+        """Store the points in the statuses of workers. Show those that all `members` have."""
+        for worker, of_worker in statuses.items():
             for point in of_worker.measured.log_points:
                 if point.call_number == self.call_number:
                     self._newest_steps[worker] = point.global_step

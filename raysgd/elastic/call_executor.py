@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
+from raysgd._internal.worker_status import ProcessStatus, ReportedPosition, WorkerStatus
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox, serve_value
 from raysgd.cluster.serialization import pack_as
@@ -24,7 +24,7 @@ from raysgd.elastic.group_rpc import (
     GroupRpc,
     results_of,
 )
-from raysgd.elastic.policies import choose_pause_step, newest_progress
+from raysgd.elastic.policies import choose_pause_step, newest_status
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshot_keeper import SnapshotKeeper
@@ -56,13 +56,13 @@ class HangDetector:
         self._collectives: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
 
-    def find_deadlock(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
+    def find_deadlock(self, statuses: Mapping[WorkerHandle, WorkerStatus]) -> str | None:
         """Return a message if workers wait in a collective that cannot end, otherwise None.
 
         A collective cannot end if each busy worker waits in one and all others have returned.
         """
         now = self._clock.monotonic()
-        known, unknown = {m: p.process for m, p in progress.items()}, ProcessStatus()
+        known, unknown = {m: p.process for m, p in statuses.items()}, ProcessStatus()
         waiting = {m: known.get(m, unknown).collective for m in self._attempt.pending}
         returned = {m: known.get(m, unknown) for m in self._attempt.outcomes}
         # A worker that has returned may have started a collective that is still running.
@@ -80,9 +80,9 @@ class HangDetector:
             )
         return None
 
-    def log_hang(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def log_hang(self, statuses: Mapping[WorkerHandle, WorkerStatus]) -> None:
         """Log the stacks of all workers if no batch has finished for long."""
-        seen = {member: each.position for member, each in progress.items()}
+        seen = {member: each.position for member, each in statuses.items()}
         now = self._clock.monotonic()
         if any(seen[member] != self._positions.get(member) for member in seen):
             self._positions, self._progressed_at = {**self._positions, **seen}, now
@@ -151,26 +151,26 @@ class CallExecutor:
                 return f"workers were lost {number} times before the call began"
         return ""
 
-    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def observe(self, statuses: Mapping[WorkerHandle, WorkerStatus]) -> None:
         """Let the components observe the group, without waiting.
 
-        They use the progress of the members that answered, which is empty before a call.
+        They use the statuses of the members that answered, which are empty before a call.
         """
-        self.snapshots.request_newer(progress)
-        self.preemption.observe(progress)
+        self.snapshots.request_newer(statuses)
+        self.preemption.observe(statuses)
         self.starter.advance_if_allowed()
-        self.share_balancer.observe(progress)
-        self.speed.observe(progress)
+        self.share_balancer.observe(statuses)
+        self.speed.observe(statuses)
 
     def rescue_state(self) -> None:
-        """Keep the state of a member that answers, if there is one. Its progress counts."""
-        self.record.set_progress(self.snapshots.rescue(self.rpc))
+        """Keep the state of a member that answers, if there is one. Its status counts."""
+        self.record.set_newest_status(self.snapshots.rescue(self.rpc))
 
     def _find_replay(self) -> Call | None:
         """Return the call that repeats steps lost with all workers, or None."""
         running, call = self.running, self.record.call
-        before = self.record.progress_before.position
-        step = self.record.progress.position.global_step
+        before = self.record.status_before.position
+        step = self.record.newest_status.position.global_step
         can_repeat = call.has_batches or (call.make_replay and not call.replaces_state)
         if step >= before.global_step or not can_repeat:
             return None
@@ -194,7 +194,7 @@ class CallExecutor:
         """
         running, make_request = self.running, self.record.call.make_request
         if running.goal != "set" and make_request is not None:
-            newest = newest_progress([self.record.progress, self.record.progress_before])
+            newest = newest_status([self.record.newest_status, self.record.status_before])
             request = make_request(newest.position, running.goal == "due with a save")
             running.call, running.goal = replace(running.call, request=request), "set"
         return running.call
@@ -213,7 +213,7 @@ class CallExecutor:
             self.rpc.pause_at(None)
         call = replay or self._set_goal()
         members = self.group.members[:] if call.rank is None else [self.group.members[call.rank]]
-        call.log_points.begin(self.record.progress.position.global_step, members)
+        call.log_points.begin(self.record.newest_status.position.global_step, members)
         if call.rank is None:
             shares = self.share_balancer.choose_for(members)
             call = replace(call, request=call.request.for_attempt(shares, min_splits))
@@ -249,16 +249,16 @@ class CallExecutor:
         return packed, inbox
 
     def _end_attempt(
-        self, call: Call, is_replay: bool, attempt: Attempt, polled: Progress | None
+        self, call: Call, is_replay: bool, attempt: Attempt, polled: WorkerStatus | None
     ) -> AttemptResult:
         """Let the components observe the group after an attempt, and return its result."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         known = attempt.outcomes
-        progress = {m: known[m].progress for m in self.group.members if m in known}
-        call.log_points.add(progress, self.group.members)
-        self.record.set_progress(*(progress.values() or [polled]))
-        if progress:
-            self.observe(progress)
+        statuses = {m: known[m].status for m in self.group.members if m in known}
+        call.log_points.add(statuses, self.group.members)
+        self.record.set_newest_status(*(statuses.values() or [polled]))
+        if statuses:
+            self.observe(statuses)
         result = attempt.make_result(is_replay, can_repeat=call.has_batches or call.max_retries > 0)
         if result.outcomes is not None:
             self.snapshots.await_changed_snapshot()
@@ -278,7 +278,7 @@ class CallExecutor:
 
         def poll() -> None:
             while not ended.wait(POLL_S):
-                self.speed.observe(self._poll_progress(call))
+                self.speed.observe(self._poll_status(call))
 
         thread = threading.Thread(target=poll, name="raysgd-progress", daemon=True)
         thread.start()
@@ -288,16 +288,16 @@ class CallExecutor:
             ended.set()
             thread.join()
 
-    def _poll_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
-        """Return the progress of the members that answer, and show it."""
-        progress = self.rpc.ask_progress(call.log_points.acknowledged_step)
+    def _poll_status(self, call: Call) -> Mapping[WorkerHandle, WorkerStatus]:
+        """Return the statuses of the members that answer, and show their progress."""
+        statuses = self.rpc.poll_status(call.log_points.acknowledged_step)
         if call.on_progress is not None:
-            call.on_progress([each.bar for each in progress.values()])
-        call.log_points.add(progress, self.group.members)
-        return progress
+            call.on_progress([each.batches for each in statuses.values()])
+        call.log_points.add(statuses, self.group.members)
+        return statuses
 
-    def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
-        """Wait for the end of an attempt. Return the newest polled progress."""
+    def _watch(self, call: Call, attempt: Attempt) -> WorkerStatus | None:
+        """Wait for the end of an attempt. Return the newest polled status."""
         monitor = HangDetector(attempt, self.record.ranks, self.group.clock)
         newest = None
         while attempt.is_running:
@@ -308,29 +308,29 @@ class CallExecutor:
                 continue
             if self.group.is_cut_off():
                 continue  # the workers wait for the network too
-            progress = self._poll_progress(call)
-            if progress:
-                newest = newest_progress([p for p in (newest, *progress.values()) if p])
+            statuses = self._poll_status(call)
+            if statuses:
+                newest = newest_status([p for p in (newest, *statuses.values()) if p])
             if call.has_batches:
-                monitor.log_hang(progress)
-            if (why := monitor.find_deadlock(progress)) is not None:
+                monitor.log_hang(statuses)
+            if (why := monitor.find_deadlock(statuses)) is not None:
                 raise CollectiveError(why)
-            self.observe(progress)
+            self.observe(statuses)
             if call.can_pause and not self.rpc.is_pausing:
                 is_urgent = any(self.starter.membership_changes()) or self.preemption.must_save
                 if is_urgent or self.share_balancer.wants_change:
-                    self._pause(attempt, progress, _LEAD_S if is_urgent else _LONG_LEAD_S)
+                    self._pause(attempt, statuses, _LEAD_S if is_urgent else _LONG_LEAD_S)
         return newest
 
     def _pause(
-        self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], lead_s: float
+        self, attempt: Attempt, statuses: Mapping[WorkerHandle, WorkerStatus], lead_s: float
     ) -> None:
         """Let all workers pause at the same step, so that workers can join and leave."""
-        if len(progress) < len(self.group.members) or attempt.outcomes:
+        if len(statuses) < len(self.group.members) or attempt.outcomes:
             return  # a worker does not answer, or the call is ending
-        if not all(p.measured.step_s for p in progress.values()):
+        if not all(p.measured.step_s for p in statuses.values()):
             return  # the step duration is unknown before the first step
-        step = choose_pause_step(list(progress.values()), lead_s)
+        step = choose_pause_step(list(statuses.values()), lead_s)
         steps = self.rpc.pause_at(step).values()
-        if len(steps) < len(progress) or max(steps) >= step:
+        if len(steps) < len(statuses) or max(steps) >= step:
             attempt.why_new_generation = CollectiveError("Some workers have passed the pause step.")

@@ -153,7 +153,7 @@ class Controller:
             self.state = "ready" if attempt is None else "broken"
             if attempt is not None:
                 self._rpc.interrupt(attempt)
-                self.record.set_progress(*self._rpc.ask_progress().values())
+                self.record.set_newest_status(*self._rpc.poll_status().values())
         if attempt is not None and isinstance(error, KeyboardInterrupt):
             self.record.interrupt_call()
 
@@ -201,11 +201,11 @@ class Controller:
         if not self.can_restart():
             raise self.record.make_error(f"all workers are lost, {NO_SNAPSHOT}")
         self.state, self._awaits_load = "broken", self.record.call.replaces_state
-        before = self.record.progress
+        before = self.record.newest_status
         try:
             self._builder.restart()
         except BaseException:  # the next call restarts again, and repeats the lost steps
-            self.record.set_progress(before)
+            self.record.set_newest_status(before)
             self._builder.discard_all()
             raise
         self.state = "ready"
@@ -232,7 +232,7 @@ class Controller:
         self._check_open()
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
-        before, result = self.record.progress, AttemptResult("broken")
+        before, result = self.record.newest_status, AttemptResult("broken")
         try:
             self._executor.set_call(call)
             with self._aborting_on_error():
@@ -249,7 +249,7 @@ class Controller:
                 self._executor.set_call(Call())
                 if self._awaits_load:  # a load failed: the next call restarts the workers
                     self._awaits_load = False
-                    self.record.set_progress(before)
+                    self.record.set_newest_status(before)
                     self._group.discard(*self.members)
             finally:  # also if Ctrl-C ends the wait for a worker's teardown
                 self._call_lock.release()
@@ -262,7 +262,7 @@ class Controller:
         if self._policy.keeps_snapshots or self.record.call.replaces_state:
             return True
         step = (self.snapshots.load() or {}).get("global_step", 0)
-        return bool(step == self.record.progress.position.global_step)
+        return bool(step == self.record.newest_status.position.global_step)
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.
@@ -297,8 +297,8 @@ class Controller:
 
     def ask_step(self) -> int:
         """Return the newest step of the workers that answer; -1 if none does."""
-        progress = self._rpc.ask_progress().values()
-        return max((each.position.global_step for each in progress), default=-1)
+        statuses = self._rpc.poll_status().values()
+        return max((each.position.global_step for each in statuses), default=-1)
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         self._check_open()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.large_values import serve_value
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
@@ -72,23 +72,21 @@ class GroupBuilder:
         if lost := self._await_unreturned():
             return AttemptResult("broken", lost=self._discard_lost(lost))
         joining, leaving = self.starter.membership_changes()
-        progress, lost = self.rpc.probe_or_kill([*self.group.members, *joining])
+        statuses, lost = self.rpc.probe_or_kill([*self.group.members, *joining])
         if lost:
             return AttemptResult("broken", lost=self._discard_lost(lost))
-        self.share_balancer.observe(progress)
-        of_members = {member: progress[member] for member in self.group.members}
+        self.share_balancer.observe(statuses)
+        of_members = {member: statuses[member] for member in self.group.members}
         leader, staying = policies.choose_leader(of_members, leaving)
-        self.record.set_progress(progress[leader])
-        if self._lacks_good_state(progress[leader]):
+        self.record.set_newest_status(statuses[leader])
+        if self._lacks_good_state(statuses[leader]):
             return self._give_up_state("a failed step has changed the parameters of all workers")
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
         self._rescue_shards(staying)
         next_members = self.group.sort_by_node([*staying, *joining])
         attempt = self._join(next_members, next_members.index(leader))
-        if any(
-            each.progress.state_status.condition == "lost" for each in attempt.outcomes.values()
-        ):
+        if any(each.status.state_status.condition == "lost" for each in attempt.outcomes.values()):
             return self._give_up_state("all copies of some shards of the state are lost")
         if attempt.has_failed:
             return self._handle_failed_rejoin(attempt, joining)
@@ -129,7 +127,7 @@ class GroupBuilder:
         self.discard_all()
         return AttemptResult("broken")
 
-    def _lacks_good_state(self, of_leader: Progress) -> bool:
+    def _lacks_good_state(self, of_leader: WorkerStatus) -> bool:
         """Return whether the newest state is damaged, and all workers can restart from another."""
         # Without a snapshot, remote workers start again from `setup`.
         has_other = self.snapshots.receive() or not self.group.options.is_inline
@@ -166,7 +164,7 @@ class GroupBuilder:
             return
         outcomes = self.rpc.send_to_idle(members, call.leaving_metrics_request, ANSWER_S)
         call.leaving_outcomes.extend(e for e in outcomes.values() if e.unpack() is not None)
-        call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
+        call.log_points.add({member: each.status for member, each in outcomes.items()}, ())
 
     # ---- starts
 
@@ -231,16 +229,16 @@ class GroupBuilder:
             return False
         members = self.group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
         self.record.assign_ranks(members)
-        progress = Progress()
+        status = WorkerStatus()
         for attempt in self._start_phases(members):
             if attempt.has_failed:
                 self._handle_failed_start(attempt, members)
                 return False
-            progress = attempt.outcomes[members[0]].progress
+            status = attempt.outcomes[members[0]].status
         # All workers repeat the steps after the snapshot, also those of workers that left.
-        self.record.set_progress(progress)
-        step, results = progress.position.global_step, self.record.call.leaving_outcomes
-        results[:] = [each for each in results if each.progress.position.global_step <= step]
+        self.record.set_newest_status(status)
+        step, results = status.position.global_step, self.record.call.leaving_outcomes
+        results[:] = [each for each in results if each.status.position.global_step <= step]
         self.starter.forget_joined(members)
         if not self.starter.may_join_later:
             self.starter.discard_pending()

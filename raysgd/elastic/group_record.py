@@ -1,4 +1,4 @@
-"""What the driver knows of a group: policy, ranks, generation, progress, and events."""
+"""What the driver knows of a group: policy, ranks, generation, status, and events."""
 
 import logging
 import math
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.paths import without_secrets
-from raysgd._internal.progress import Progress, StateStatus
+from raysgd._internal.worker_status import StateStatus, WorkerStatus
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
-from raysgd.elastic.policies import Policy, newest_progress
+from raysgd.elastic.policies import Policy, newest_status
 from raysgd.errors import WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class GroupRecord:
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
         """Number of the newest generation. Only `GroupBuilder` sets it and the ranks."""
-        self.progress = Progress()
-        """The newest known progress. Only `set_progress` sets it."""
+        self.newest_status = WorkerStatus()
+        """The newest known status of a worker. Only `set_newest_status` sets it."""
         self.events: list[Event] = []
         """The events, oldest first. Only `add_event` adds some."""
         self._interruption = ""  # until the next event
@@ -68,7 +68,7 @@ class GroupRecord:
         """Set the running call, or an empty one at its end. Only `CallExecutor` does so."""
         self.call = call
         # It counts, even if a later step of the call has damaged the state.
-        self.progress_before = self.progress._replace(state_status=StateStatus())
+        self.status_before = self.newest_status._replace(state_status=StateStatus())
 
     def interrupt_call(self) -> None:
         self._interruption = "interrupted by Ctrl-C"
@@ -78,7 +78,7 @@ class GroupRecord:
 
     @property
     def has_shards(self) -> bool:
-        return not self.progress.state_status.is_complete
+        return not self.newest_status.state_status.is_complete
 
     @property
     def num_required(self) -> int:
@@ -95,10 +95,10 @@ class GroupRecord:
         """Whether no group has formed yet."""
         return all(event.kind != "started" for event in self.events)
 
-    def set_progress(self, *reported: Progress | None) -> None:
-        """Set the progress to the newest of those that are reported, if there are any."""
+    def set_newest_status(self, *reported: WorkerStatus | None) -> None:
+        """Set the status to the newest of those that are reported, if there are any."""
         known = [each for each in reported if each is not None]
-        self.progress = newest_progress(known) if known else self.progress
+        self.newest_status = newest_status(known) if known else self.newest_status
 
     def add_event(
         self,
@@ -122,7 +122,7 @@ class GroupRecord:
             generation=self.generation,
             ranks=tuple(self.ranks.get(member, -1) for member in members),
             nodes=tuple(member.location.node_id for member in members),
-            step=self.progress.position.global_step,
+            step=self.newest_status.position.global_step,
             cause=without_secrets(cause),  # events are written to files and sent to servers
             num_workers=num_workers,
             **values,
@@ -150,7 +150,7 @@ class GroupRecord:
     ) -> WorkerLostError:
         """Return the error that ends the call, with the causes of its losses."""
         if not self.group.members:  # a restart in this call may have begun before it
-            self.set_progress(self.progress, self.progress_before)
+            self.set_newest_status(self.newest_status, self.status_before)
         name = self.call.name
         what = f"The call of {name}() failed" if name else "The workers did not start"
         error = WorkerLostError(

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from typing import Any, Literal, NamedTuple
 
-from raysgd._internal.progress import Progress
 from raysgd._internal.runner import Request
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox
 from raysgd.cluster.serialization import pack, pack_as
@@ -183,12 +183,12 @@ class GroupRpc:
         """Whether the workers of this generation know the step at which they pause."""
         return self._pausing_generation == self._record.generation
 
-    def ask_progress(self, acknowledged_step: int = -1) -> dict[WorkerHandle, Progress]:
-        """Return the progress of the members that answer while they are busy.
+    def poll_status(self, acknowledged_step: int = -1) -> dict[WorkerHandle, WorkerStatus]:
+        """Return the statuses of the members that answer while they are busy.
 
         The members release their points up to `acknowledged_step`.
         """
-        return self._call_control(self._group.members, Worker.progress, acknowledged_step)
+        return self._call_control(self._group.members, Worker.status, acknowledged_step)
 
     def pause_at(self, step: int | None) -> dict[WorkerHandle, int]:
         """Send all members the step at which to pause. Return the current steps of members."""
@@ -275,13 +275,13 @@ class GroupRpc:
 
     def probe_or_kill(
         self, members: Iterable[WorkerHandle]
-    ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:
-        """Return the progress of workers, and the lost workers. Kill workers that do not answer.
+    ) -> tuple[dict[WorkerHandle, WorkerStatus], dict[WorkerHandle, BaseException]]:
+        """Return the statuses of workers, and the lost workers. Kill workers that do not answer.
 
         A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`. A stopped
         process may take `_STOPPED_S`.
         """
-        futures = {member: member.submit_control(Worker.progress) for member in members}
+        futures = {member: member.submit_control(Worker.status) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
         began = checked_at = self._group.clock.monotonic()
         while True:
@@ -302,7 +302,7 @@ class GroupRpc:
                 futures = {m: future for m, future in futures.items() if m not in lost}
             if unavailable:
                 self._group.clock.sleep(_ASK_AGAIN_S)
-            futures |= {member: member.submit_control(Worker.progress) for member in unavailable}
+            futures |= {member: member.submit_control(Worker.status) for member in unavailable}
             self.check_open()
         for member in lost:  # the process may still exist
             member.kill_process()

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raysgd._internal.progress import Progress
 from raysgd._internal.runner import WorkerContext
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.worker import WorkerLocation
 from raysgd.elastic.config import ElasticConfig
 
@@ -74,50 +74,50 @@ def assign_contexts(
     return [contexts[rank] for rank in range(len(locations))]
 
 
-def newest_progress(progress: Iterable[Progress]) -> Progress:
-    """Return the progress of the first worker among those with the most committed steps.
+def newest_status(statuses: Iterable[WorkerStatus]) -> WorkerStatus:
+    """Return the status of the first worker among those with the most committed steps.
 
     A survivor may have finished the step in which another worker failed. A damaged state counts
     only if there is no other.
     """
-    return max(progress, key=_seniority)
+    return max(statuses, key=_seniority)
 
 
-def _seniority(progress: Progress) -> tuple[bool, int]:
-    return progress.state_status.condition == "good", progress.position.global_step
+def _seniority(status: WorkerStatus) -> tuple[bool, int]:
+    return status.state_status.condition == "good", status.position.global_step
 
 
 def choose_leader(
-    progress: Mapping[_Member, Progress], leaving: Collection[_Member]
+    statuses: Mapping[_Member, WorkerStatus], leaving: Collection[_Member]
 ) -> tuple[_Member, list[_Member]]:
     """Return the member whose state counts, and the members that stay.
 
     If only a leaving worker has the state, it stays.
 
-    >>> from raysgd._internal.progress import ReportedPosition
-    >>> five, six = (Progress(ReportedPosition(global_step=step)) for step in (5, 6))
+    >>> from raysgd._internal.worker_status import ReportedPosition
+    >>> five, six = (WorkerStatus(ReportedPosition(global_step=step)) for step in (5, 6))
     >>> choose_leader({"a": five, "b": five}, {"a"})
     ('b', ['b'])
     >>> choose_leader({"a": six, "b": five}, {"a"})
     ('a', ['a', 'b'])
     """
-    seniority = {member: _seniority(each) for member, each in progress.items()}
+    seniority = {member: _seniority(each) for member, each in statuses.items()}
     leader = max(seniority, key=seniority.__getitem__)
-    staying = [member for member in progress if member not in leaving] or list(progress)
+    staying = [member for member in statuses if member not in leaving] or list(statuses)
     first = max(staying, key=seniority.__getitem__)
     is_behind = seniority[first] < seniority[leader]
-    return (leader, list(progress)) if is_behind else (first, staying)
+    return (leader, list(statuses)) if is_behind else (first, staying)
 
 
-def state_senders(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
+def state_senders(statuses: Mapping[_Member, WorkerStatus]) -> list[list[_Member]]:
     """Return the sets of members that can send the state: any member, or all if it is sharded.
 
-    >>> state_senders({"a": Progress(), "b": Progress()})
+    >>> state_senders({"a": WorkerStatus(), "b": WorkerStatus()})
     [['a'], ['b']]
     """
-    if not all(each.state_status.is_complete for each in progress.values()):
-        return [list(progress)]
-    return [[member] for member in progress]
+    if not all(each.state_status.is_complete for each in statuses.values()):
+        return [list(statuses)]
+    return [[member] for member in statuses]
 
 
 def backoff_s(attempt: int, config: ElasticConfig) -> float:
@@ -129,11 +129,11 @@ def backoff_s(attempt: int, config: ElasticConfig) -> float:
     return min(config.backoff_max_s, config.backoff_initial_s * 2.0 ** min(attempt, 60))
 
 
-def choose_pause_step(progress: Sequence[Progress], lead_s: float) -> int:
+def choose_pause_step(statuses: Sequence[WorkerStatus], lead_s: float) -> int:
     """Return a step at which all workers can pause together, `lead_s` seconds ahead.
 
     Workers are at most one step apart.
     """
-    first = max(progress, key=lambda p: p.position.global_step)
+    first = max(statuses, key=lambda p: p.position.global_step)
     step_s = first.measured.step_s
     return first.position.global_step + 2 + (math.ceil(lead_s / step_s) if step_s > 0 else 0)

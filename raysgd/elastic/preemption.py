@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.group_record import GroupRecord
 
@@ -48,10 +48,10 @@ class PreemptionMonitor:
             )
         self._group.notices.drain(members[rank], deadline_s)
 
-    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        step_s = max((p.measured.step_s for p in progress.values()), default=0.0)
+    def observe(self, statuses: Mapping[WorkerHandle, WorkerStatus]) -> None:
+        step_s = max((p.measured.step_s for p in statuses.values()), default=0.0)
         self._step_s = step_s or self._step_s
-        for member, each in progress.items():
+        for member, each in statuses.items():
             if each.process.terminated_s is not None:
                 self._group.notices.record_sigterm(member, each.process.terminated_s)
         preempted = self._group.preempted()

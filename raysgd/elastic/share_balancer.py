@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.group_record import GroupRecord
 
@@ -81,9 +81,9 @@ class ShareBalancer:
         by_member = [next((s for n, s in shares.items() if n in each), 1.0) for each in of_nodes]
         return _normalize(by_member) if _are_uneven(by_member) else None
 
-    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def observe(self, statuses: Mapping[WorkerHandle, WorkerStatus]) -> None:
         """Record the speeds of workers, and whether the shares of the members are wrong."""
-        speeds = {member: each.measured.samples_per_s for member, each in progress.items()}
+        speeds = {member: each.measured.samples_per_s for member, each in statuses.items()}
         self._speeds |= {member: speed for member, speed in speeds.items() if speed}
         members, now = self._group.members, self._group.clock.monotonic()
         is_known = self._members == members and all(m in self._speeds for m in members)

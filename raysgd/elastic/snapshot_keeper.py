@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.checkpoint.shards import collect_shards
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import Inbox, StorageError, store_copy, unnamed_file
@@ -67,13 +67,13 @@ class SnapshotKeeper:
             self._warn_of_disk(error)
             return functools.partial(packed.unpack, copies=False)  # stays in memory
 
-    def request_newer(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def request_newer(self, statuses: Mapping[WorkerHandle, WorkerStatus]) -> None:
         """Fetch a newer snapshot from the members, without waiting."""
         self.receive()
-        if len(progress) < max(len(self._group.members), 1):
+        if len(statuses) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
         step, num_invalidations = next(
-            iter(progress.values())
+            iter(statuses.values())
         ).snapshot  # of rank 0, which is first
         if num_invalidations != self._num_invalidations:
             self._step = -1  # fetch it even if it has the same step
@@ -82,21 +82,21 @@ class SnapshotKeeper:
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._incoming is None and step > self._step:
-            senders = {each: progress[each] for each in state_senders(progress)[0]}
+            senders = {each: statuses[each] for each in state_senders(statuses)[0]}
             are_equal = all(each.snapshot.step == step for each in senders.values())
             if are_equal and any(each.is_remote for each in senders):
                 self._fetch(senders, step)
 
-    def _fetch(self, progress: Mapping[WorkerHandle, Progress], step: int) -> None:
+    def _fetch(self, statuses: Mapping[WorkerHandle, WorkerStatus], step: int) -> None:
         """Request the snapshots of workers. Shards must be of one step."""
-        only = step if len(progress) > 1 else None
+        only = step if len(statuses) > 1 else None
         try:
-            inbox = Inbox([member.location.node_ip for member in progress], unnamed_file)
+            inbox = Inbox([member.location.node_ip for member in statuses], unnamed_file)
         except OSError as error:  # the driver's host has no network
             logger.debug("A snapshot was not requested: %r", error)
             return
         self._incoming = _IncomingSnapshot(step, inbox, [])
-        for member, each in progress.items():
+        for member, each in statuses.items():
             arguments = only, each.snapshot.num_invalidations, inbox.expect()
             self._incoming.futures.append(member.submit_control(Worker.send_snapshot, *arguments))
 
@@ -111,16 +111,16 @@ class SnapshotKeeper:
             self._group.clock.wait(self._incoming.futures, _CHANGED_SNAPSHOT_S)
         self._num_changes_at_end = self._num_invalidations
 
-    def rescue(self, rpc: GroupRpc) -> Progress | None:
-        """Keep the state of a member that answers, if there is one. Return its progress."""
-        progress = rpc.ask_progress()
-        sets = [each for each in state_senders(progress) if any(m.is_remote for m in each)]
-        for members in sorted(sets, key=lambda each: -progress[each[0]].position.global_step):
+    def rescue(self, rpc: GroupRpc) -> WorkerStatus | None:
+        """Keep the state of a member that answers, if there is one. Return its status."""
+        statuses = rpc.poll_status()
+        sets = [each for each in state_senders(statuses) if any(m.is_remote for m in each)]
+        for members in sorted(sets, key=lambda each: -statuses[each[0]].position.global_step):
             shards = self._rescue(rpc, members)
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
-                self.replace_with(*shards, step=progress[members[0]].position.global_step)
-                return progress[members[0]]
+                self.replace_with(*shards, step=statuses[members[0]].position.global_step)
+                return statuses[members[0]]
         return None
 
     def _rescue(self, rpc: GroupRpc, members: Sequence[WorkerHandle]) -> list[ReadState]:

@@ -5,8 +5,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from raysgd._internal.progress import Progress
 from raysgd._internal.step_timing import PHASES, SAVE, PhaseTotals
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_bottleneck
@@ -49,13 +49,13 @@ class SpeedMonitor:
                 self._is_saving = False
                 self._saved_s += time.perf_counter() - began
 
-    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def observe(self, statuses: Mapping[WorkerHandle, WorkerStatus]) -> None:
         members = list(self._group.members)
-        measured = {member: each.measured for member, each in progress.items()}
+        measured = {member: each.measured for member, each in statuses.items()}
         timings = {m: t for m in members if m in measured and (t := measured[m].timing) is not None}
         if not members or len(timings) < len(members):
             return
-        self._step = max(each.position.global_step for each in progress.values())
+        self._step = max(each.position.global_step for each in statuses.values())
         for member, each in measured.items():
             self._links |= {(member.location.node_ip, ip): rate for ip, rate in each.links.items()}
         if members != list(self._group_start):

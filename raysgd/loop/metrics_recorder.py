@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._internal.progress import LogPoint
 from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
+from raysgd._internal.worker_status import LogPoint
 from raysgd.cluster.serialization import pack
 from raysgd.loop.train_state import TrainState, WorkerCall
 from raysgd.metrics import AverageMeterCollection, merge_segment_metrics

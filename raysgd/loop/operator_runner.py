@@ -8,11 +8,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raysgd._internal import progress
 from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.runner import Request, Runner, WorkerContext
+from raysgd._internal.worker_status import (
+    BatchProgress,
+    Measurements,
+    ProcessStatus,
+    ReportedPosition,
+    SnapshotStatus,
+    UpdateStatus,
+    WorkerStatus,
+)
 from raysgd.checkpoint.file import manifest_entries, write_state
 from raysgd.cluster.large_values import FileContent, IncomingValue
 from raysgd.cluster.serialization import find_unpicklable
@@ -127,9 +135,9 @@ class OperatorRunner(Runner, ABC):
 
     # ---- access from another thread, in which `teardown` can unset `_loop` at any time
 
-    def progress(self, acknowledged_step: int = -1) -> progress.Progress:
+    def status(self, acknowledged_step: int = -1) -> WorkerStatus:
         if (loop := self._loop) is None:
-            return progress.Progress()
+            return WorkerStatus()
         train_state, segment = loop.train_state, loop.train_state.segment
         running = segment or loop.evaluation.batches
         meters = None if running is None else train_state.meters
@@ -137,7 +145,7 @@ class OperatorRunner(Runner, ABC):
         recorder = loop.recorder
         has_copies = recorder.is_merged and segment is not None
         num_copies = train_state.context.world_size if has_copies else 1
-        position = progress.ReportedPosition(
+        position = ReportedPosition(
             epoch=now.epoch,
             in_epoch=now.offset > 0,
             global_step=now.global_step,
@@ -145,14 +153,14 @@ class OperatorRunner(Runner, ABC):
             num_batches=0 if running is None else running.num_finished_steps,
             epoch_samples=source.epoch_samples,
         )
-        bar = progress.BatchProgress(
+        batches = BatchProgress(
             global_step=position.global_step,
             num_batches=position.num_batches,
             num_total_batches=None if running is None else running.total_steps,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
             latest_metrics={} if meters is None else self._metric_reader.read(meters),
         )
-        measured = progress.Measurements(
+        measured = Measurements(
             step_s=0.0 if segment is None else segment.step_s or loop.step_s,
             samples_per_s=train_state.read_speed(),
             timing=train_state.step_timing.totals,
@@ -161,14 +169,14 @@ class OperatorRunner(Runner, ABC):
         start, bad_steps = train_state.call.start_step, train_state.bad_steps
         new_bad_steps = [dict(bad) for bad in bad_steps if bad["step"] > start]
         place = self.control.failure_place or f"after step {position.global_step}"
-        return progress.Progress(
+        return WorkerStatus(
             position=position,
-            bar=bar,
+            batches=batches,
             measured=measured,
-            snapshot=progress.SnapshotStatus(snapshots.newest_step, snapshots.num_invalidations),
-            updates=progress.UpdateStatus(train_state.micro_batching.num_splits, new_bad_steps),
+            snapshot=SnapshotStatus(snapshots.newest_step, snapshots.num_invalidations),
+            updates=UpdateStatus(train_state.micro_batching.num_splits, new_bad_steps),
             state_status=train_state.state_status,
-            process=progress.ProcessStatus(True, place),  # blocked if this worker has returned
+            process=ProcessStatus(True, place),  # blocked if this worker has returned
         )
 
     def set_interrupted(self, interrupted: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._internal.progress import StateStatus
+from raysgd._internal.worker_status import StateStatus
 from raysgd.loop.feature import UpdateFeature
 
 

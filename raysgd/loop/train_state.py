@@ -12,10 +12,10 @@ import numpy as np
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves, preserving_attributes
-from raysgd._internal.progress import StateStatus
 from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
+from raysgd._internal.worker_status import StateStatus
 from raysgd.data.partition import MicroBatchPlan
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import UPDATE_HOOKS, UpdateFeature

@@ -4,8 +4,8 @@ import os
 import sys
 from typing import Any
 
-from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
 from raysgd._internal.runner import Request, Runner, WorkerContext
+from raysgd._internal.worker_status import ProcessStatus, ReportedPosition, WorkerStatus
 from raysgd.cluster import process
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.requests import ApplyRequest
@@ -66,11 +66,12 @@ class FunctionRunner(Runner):
 
     # ---- access from another thread
 
-    def progress(self, acknowledged_step: int = -1) -> Progress:
+    def status(self, acknowledged_step: int = -1) -> WorkerStatus:
         if (running := self._session) is None:
-            return Progress()
+            return WorkerStatus()
         position = ReportedPosition(global_step=running.iteration)
-        return Progress(position, process=ProcessStatus(running.result_queue.is_blocked_on_driver))
+        process = ProcessStatus(running.result_queue.is_blocked_on_driver)
+        return WorkerStatus(position, process=process)
 
     def set_interrupted(self, interrupted: bool) -> None:
         if interrupted and self._session is not None:

@@ -19,7 +19,7 @@ other = cluster.add_node(**node)
 ray.init(address=cluster.address, log_to_driver=False)
 
 from raysgd import ElasticConfig
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.reservation import reserve
@@ -31,7 +31,7 @@ class Places:
     def prepare(self, context): self.context = context
     def setup(self, context): pass
     def rejoin(self, context, leader): self.context = context
-    def progress(self, acknowledged_step): return Progress()
+    def status(self, acknowledged_step): return WorkerStatus()
     def set_interrupted(self, interrupted): pass
     def pause_at(self, step): return 0
     def teardown(self): pass

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd._internal.nested import map_leaves
-from raysgd._internal.progress import StateStatus
+from raysgd._internal.worker_status import StateStatus
 from raysgd.checkpoint.shards import PARAMETER, SavedPiece
 from raysgd.loop.feature import UpdateFeature
 from raysgd.loop.state_placement import StatePlacement

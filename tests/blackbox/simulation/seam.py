@@ -10,7 +10,15 @@ from typing import Any
 
 import ray.exceptions
 
-from raysgd._internal import progress
+from raysgd._internal.worker_status import (
+    BatchProgress,
+    Measurements,
+    ProcessStatus,
+    ReportedPosition,
+    SnapshotStatus,
+    StateStatus,
+    WorkerStatus,
+)
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
@@ -147,7 +155,7 @@ class Driver:
 
     @property
     def step(self):
-        return self.controller.record.progress.position.global_step
+        return self.controller.record.newest_status.position.global_step
 
     @property
     def has_snapshot(self):
@@ -363,18 +371,16 @@ class SimMember(WorkerHandle):
         """End its step like a worker that has lost a peer."""
         self.end("communication", ConnectionError("closed by peer"))
 
-    def _progress(self, acknowledged_step=-1):
+    def _status(self, acknowledged_step=-1):
         began = self.terminated_at
         terminated_s = None if began is None else self._world.now - began
-        return progress.Progress(
-            position=progress.ReportedPosition(global_step=self.step),
-            bar=progress.BatchProgress(global_step=self.step),
-            measured=progress.Measurements(step_s=self._world.step_s, samples_per_s=self.speed),
-            snapshot=progress.SnapshotStatus(self.snapshot_step),
-            state_status=progress.StateStatus(
-                is_complete=not self.divided, condition=self.condition
-            ),
-            process=progress.ProcessStatus(terminated_s=terminated_s),
+        return WorkerStatus(
+            position=ReportedPosition(global_step=self.step),
+            batches=BatchProgress(global_step=self.step),
+            measured=Measurements(step_s=self._world.step_s, samples_per_s=self.speed),
+            snapshot=SnapshotStatus(self.snapshot_step),
+            state_status=StateStatus(is_complete=not self.divided, condition=self.condition),
+            process=ProcessStatus(terminated_s=terminated_s),
         )
 
     @property
@@ -413,7 +419,7 @@ class SimMember(WorkerHandle):
     def end(self, kind, value=None):
         """End the current task and begin the next one."""
         task = self.queue.pop(0)
-        task.future.set_result(Outcome(kind, value, self._progress()))
+        task.future.set_result(Outcome(kind, value, self._status()))
         self.go_on()
 
     @property

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import tqdm.auto
 
-from raysgd._internal.progress import BatchProgress
 from raysgd._internal.step_timing import PHASES
+from raysgd._internal.worker_status import BatchProgress
 from raysgd.callbacks import EarlyStopping, EpochPrinter, ProgressBar
 from raysgd.callbacks import progress as module
 from raysgd.callbacks.base import CallInfo

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.worker import Worker
 from raysgd.elastic.call_executor import CallExecutor
 from raysgd.errors import CheckpointError, WorkerLostError
@@ -59,12 +59,12 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
         asked.append(method.__name__) or control(method, *given)
     )
     assert run_until(controller, 2000, max_retries=1) == [2000] * 2
-    assert asked.count("progress") < 1.5 * 2000 * 0.05
+    assert asked.count("status") < 1.5 * 2000 * 0.05
 
 
 def test_the_first_save_asks_all_workers_if_each_has_a_shard(world):
     every_new(world, divided=True)
-    assert not world.drive(3).controller.record.progress.state_status.is_complete
+    assert not world.drive(3).controller.record.newest_status.state_status.is_complete
 
 
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
@@ -119,9 +119,11 @@ def test_the_progress_of_survivors_is_known_before_they_continue(world):
     def note():
         event = controller.events[-1]
         if event.kind == "lost":
-            controller.record.set_progress(Progress())  # the survivors have not answered yet
+            controller.record.set_newest_status(
+                WorkerStatus()
+            )  # the survivors have not answered yet
         if event.kind == "resumed":
-            behind.append(event.step - controller.record.progress.position.global_step)
+            behind.append(event.step - controller.record.newest_status.position.global_step)
 
     controller.record.on_event = lambda: note
     world.at_step(20, lambda: world.lose(1))
@@ -399,7 +401,7 @@ def test_without_snapshots_losing_all_ends_the_call(world):
     with pytest.raises(WorkerLostError, match="snapshot_every=None") as caught:
         run_until(controller, 30, max_retries=1)
     assert str(caught.value).count("OOM") == 3
-    assert controller.record.progress.position.global_step == 12
+    assert controller.record.newest_status.position.global_step == 12
     # later calls name the same way out
     first, _, _ = str(caught.value).partition("\n")
     for method in ("train", "work"):
@@ -425,7 +427,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
             run_until(controller, 30, max_retries=1)
     world.kept_by_driver = 0  # new workers do not load the snapshot
     run(controller, "load", state={"global_step": 7}, max_retries=1)
-    assert controller.record.progress.position.global_step == 7
+    assert controller.record.newest_status.position.global_step == 7
     assert run_until(controller, 30) == [30] * 3
 
 
@@ -443,7 +445,7 @@ def test_after_a_failed_load_all_restart_from_the_snapshot(world):
     bad = {"global_step": 7, "error": ValueError("another model")}
     with pytest.raises(ValueError, match="another model"):
         run(controller, "load", state=bad, max_retries=1)
-    assert controller.record.progress.position.global_step == 25
+    assert controller.record.newest_status.position.global_step == 25
     world.kept_by_driver = kept
     assert run_until(controller, 30) == [30] * 3
     assert controller.events[-1].step == kept > 0

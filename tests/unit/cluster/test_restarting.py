@@ -40,7 +40,7 @@ def test_a_users_error_costs_no_step_and_no_retry(world):
     world.at_step(17, fail)
     with pytest.raises(BadBatchError):
         run_until(controller, 40)
-    step = controller.record.progress.position.global_step
+    step = controller.record.newest_status.position.global_step
     run_until(controller, 40, max_retries=0)
     assert kinds(controller) == ["started", "user_error", "restarted"]
     assert controller.events[-1].step == step >= 17

@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 
 from raysgd._internal import tracebacks
-from raysgd._internal.progress import Progress, ReportedPosition
 from raysgd._internal.runner import PausedError, WorkerContext
+from raysgd._internal.worker_status import ReportedPosition, WorkerStatus
 from raysgd.backends import CollectiveBackend
 from raysgd.cluster.serialization import PackedValue, pack
 from raysgd.cluster.worker import CarriedError, Worker
@@ -42,8 +42,8 @@ class FakeRunner:
     def rejoin(self, context, leader_rank):
         self.calls.append(("rejoin", context.generation, leader_rank))
 
-    def progress(self, acknowledged_step=-1):
-        return Progress(ReportedPosition(global_step=self.step))
+    def status(self, acknowledged_step=-1):
+        return WorkerStatus(ReportedPosition(global_step=self.step))
 
     def set_interrupted(self, interrupted):
         self.calls.append(("interrupt", interrupted))
@@ -353,7 +353,7 @@ def test_next_generation_waits_for_messages_to_the_previous_one(worker):
 def test_a_pause_is_neither_a_result_nor_a_failure(worker):
     worker.runner.step = 4
     outcome = call(worker, fail_with(PausedError()))
-    assert (outcome.kind, outcome.payload, outcome.progress.position[2]) == ("paused", None, 4)
+    assert (outcome.kind, outcome.payload, outcome.status.position[2]) == ("paused", None, 4)
     worker.interrupt()
     assert call(worker, fail_with(PausedError())).kind == "paused"
 

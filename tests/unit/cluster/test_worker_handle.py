@@ -11,7 +11,7 @@ import pytest
 import ray
 import ray.exceptions
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster import worker_handle as members
 from raysgd.cluster.host_monitor import HostError
 from raysgd.cluster.serialization import pack
@@ -70,7 +70,7 @@ def test_a_thread_member_works_in_a_thread_of_its_own():
     gate = threading.Event()
     busy = member.submit_work(Worker.handle, request_of("run", function=lambda: gate.wait(20)))
     # while the work thread is busy
-    assert member.submit_control(Worker.progress).result(20) == Progress()
+    assert member.submit_control(Worker.status).result(20) == WorkerStatus()
     gate.set()
     assert busy.result(20).unpack() is True
     asked = member.submit_work(Worker.handle, request_of("run", function=threading.get_ident))
@@ -84,7 +84,7 @@ def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
     monkeypatch.setattr(Method, "future", lambda method: answers[len(member.actor.calls) - 1])
     member.watch = object()
     done = member.submit_work(Worker.handle)
-    pending = [member.submit_control(method) for method in (Worker.progress, Worker.stacks)]
+    pending = [member.submit_control(method) for method in (Worker.status, Worker.stacks)]
     answers[0].set_result(7)
     member._fail_calls(HostError("gone"))
     answers[1].set_result(8)  # too late
@@ -107,7 +107,7 @@ def test_without_ray_a_call_is_an_error_and_does_not_start_ray(member, monkeypat
     monkeypatch.setattr(ray, "kill", lambda actor: pytest.fail("that would start Ray"))
     for call in (member.submit_work, member.submit_control, member.execute):
         with pytest.raises(RuntimeError, match="Create a new trainer"):
-            call("progress")
+            call("status")
     member.kill()
     assert member.actor.calls == []
     assert not member.can_be_called

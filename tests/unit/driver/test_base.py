@@ -12,7 +12,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
-from raysgd._internal.progress import Measurements, Progress
+from raysgd._internal.worker_status import Measurements, WorkerStatus
 from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.checkpoint.file import CheckpointFile
@@ -45,7 +45,7 @@ def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer, m
         def on_pause(self, trainer):  # as if a second worker had left after step 1
             points = calls[-1].log_points
             measured = Measurements(log_points=[part(points.call_number, 1, 4, False)])
-            points.add({"worker": Progress(measured=measured)}, ())
+            points.add({"worker": WorkerStatus(measured=measured)}, ())
 
         def on_log(self, trainer, call, metrics):
             points.append(metrics["num_samples"])
@@ -79,7 +79,7 @@ def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch, in_p
     def leave(call):
         answers = run(call)
         if call.leaving_metrics_request and isinstance(call.request, StateRequest) == in_pause:
-            call.leaving_outcomes.append(Outcome("ok", {"num_samples": 7}, Progress()))
+            call.leaving_outcomes.append(Outcome("ok", {"num_samples": 7}, WorkerStatus()))
         return answers
 
     monkeypatch.setattr(trainer._dispatcher.controller, "run", leave)

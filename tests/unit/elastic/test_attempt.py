@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray.exceptions
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
 from raysgd.elastic.group_rpc import Attempt, GroupRpc
@@ -20,7 +20,7 @@ def quick(monkeypatch):
 
 
 def outcome(kind, payload=None, **values):
-    return Outcome(kind, payload, Progress(), **values)
+    return Outcome(kind, payload, WorkerStatus(), **values)
 
 
 OK, PAUSED = outcome("ok"), outcome("paused")
@@ -41,7 +41,7 @@ class Named(str):
     def submit_control(self, method):
         answer, self.num_lost = Future(), self.num_lost - 1
         if self.num_lost < 0:
-            answer.set_result(Progress())
+            answer.set_result(WorkerStatus())
         else:
             answer.set_exception(ray.exceptions.ActorUnavailableError("no connection", b"0" * 16))
         return answer
@@ -55,7 +55,7 @@ def attempt_of(*names):
 def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again():
     group = SimpleNamespace(clock=Clock(), is_cut_off=lambda: False)
     rpc = GroupRpc(SimpleNamespace(group=group), lambda: None, 1.0)
-    assert rpc.probe_or_kill([Named("a")]) == ({"a": Progress()}, {})
+    assert rpc.probe_or_kill([Named("a")]) == ({"a": WorkerStatus()}, {})
 
 
 def test_the_first_failure_in_time_is_the_one_to_raise():

@@ -202,7 +202,7 @@ def test_steps_lost_before_ctrl_c_in_a_restart_are_left_to_the_next_call(world):
     world.at_step(25, lambda: [member.die("OOM") for member in controller.members])
     with pytest.raises(KeyboardInterrupt):
         train(controller, max_retries=1)
-    assert controller.record.progress.position.global_step > world.kept_by_driver == 20
+    assert controller.record.newest_status.position.global_step > world.kept_by_driver == 20
 
 
 def test_on_progress_gets_the_progress_of_the_workers(world):

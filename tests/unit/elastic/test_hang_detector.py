@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from raysgd._internal.progress import ProcessStatus, Progress, ReportedPosition
+from raysgd._internal.worker_status import ProcessStatus, ReportedPosition, WorkerStatus
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.elastic.call_executor import HangDetector
 from raysgd.elastic.group_rpc import Attempt
@@ -40,7 +40,7 @@ def test_stacks_are_logged_once_per_standstill(clock, caplog):
     monitor, *_ = watched(clock, member)
     for step in range(2):
         for _ in range(4):
-            monitor.log_hang({member: Progress(ReportedPosition(global_step=step))})
+            monitor.log_hang({member: WorkerStatus(ReportedPosition(global_step=step))})
             clock.now += 40
     shown = [record.getMessage() for record in caplog.records]
     assert len(shown) == 2
@@ -51,7 +51,7 @@ def test_stacks_are_logged_once_per_standstill(clock, caplog):
 
 
 def waits(members, *states):
-    """Return the progress of workers: "held", the number of a collective, or None (computing).
+    """Return the statuses of workers: "held", the number of a collective, or None (computing).
 
     "held 3" waits for the driver while its collective 3 is running.
     """
@@ -61,7 +61,7 @@ def waits(members, *states):
         number = said.removeprefix("held ")
         collective = int(number) if number.isdecimal() else None
         process = ProcessStatus(said.startswith("held"), collective=collective)
-        found[member] = Progress(process=process)
+        found[member] = WorkerStatus(process=process)
     return found
 
 
@@ -70,7 +70,7 @@ def uneven(clock):
     """Rank 0 has returned, ranks 1 and 2 have not."""
     members = [FakeMember() for _ in range(3)]
     monitor, attempt, futures = watched(clock, *members)
-    futures[members[0]].set_result(Outcome("ok", None, Progress()))
+    futures[members[0]].set_result(Outcome("ok", None, WorkerStatus()))
     attempt.collect(1.0)
     return monitor, members
 
@@ -106,7 +106,7 @@ def test_a_collective_that_may_end_is_not_blocked(clock, uneven, states):
 def test_a_collective_is_not_blocked_while_a_worker_does_not_answer(clock, uneven):
     monitor, members = uneven
     for _ in range(2):
-        progress = waits(members, "held", 3, 3)
-        del progress[members[2]]
-        assert monitor.find_deadlock(progress) is None
+        statuses = waits(members, "held", 3, 3)
+        del statuses[members[2]]
+        assert monitor.find_deadlock(statuses) is None
         clock.now += 1.0

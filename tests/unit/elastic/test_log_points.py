@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._internal.progress import LogPoint, Measurements, Progress
 from raysgd._internal.step_timing import PhaseTotals
+from raysgd._internal.worker_status import LogPoint, Measurements, WorkerStatus
 from raysgd.elastic.call import LogPointCollector
 
 
 class Worker:
-    """A worker that repeats its points in each progress."""
+    """A worker that repeats its points in each status."""
 
     def __init__(self):
         self.points = []
@@ -41,7 +41,7 @@ def run():
 
     def take(*workers, members=(a, b)):
         measured = {each: Measurements(log_points=each.points) for each in workers}
-        points.add({each: Progress(measured=measured[each]) for each in workers}, members)
+        points.add({each: WorkerStatus(measured=measured[each]) for each in workers}, members)
 
     return SimpleNamespace(points=points, a=a, b=b, shown=shown, take=take)
 

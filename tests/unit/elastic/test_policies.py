@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.progress import Measurements, Progress, ReportedPosition, StateStatus
+from raysgd._internal.worker_status import Measurements, ReportedPosition, StateStatus, WorkerStatus
 from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker import WorkerLocation
 from raysgd.elastic.config import ElasticConfig
@@ -12,7 +12,7 @@ from raysgd.elastic.policies import (
     backoff_s,
     choose_leader,
     choose_pause_step,
-    newest_progress,
+    newest_status,
 )
 
 
@@ -54,26 +54,26 @@ def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
 
 CONDITIONS = [StateStatus(), StateStatus(condition="damaged")]
 STEPS = [
-    Progress(ReportedPosition(0, False, n), state_status=h) for n in (5, 6) for h in CONDITIONS
+    WorkerStatus(ReportedPosition(0, False, n), state_status=h) for n in (5, 6) for h in CONDITIONS
 ]
 
 
 @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=4), st.frozensets(st.integers(0, 3)))
-def test_no_committed_step_is_discarded(progress, leaving):
-    leader, staying = choose_leader(dict(enumerate(progress)), leaving)
-    steps = [each.position.global_step for each in progress]
+def test_no_committed_step_is_discarded(statuses, leaving):
+    leader, staying = choose_leader(dict(enumerate(statuses)), leaving)
+    steps = [each.position.global_step for each in statuses]
     whole = [
-        step for step, p in zip(steps, progress, strict=True) if p.state_status == StateStatus()
+        step for step, p in zip(steps, statuses, strict=True) if p.state_status == StateStatus()
     ]
     assert steps[leader] == max(whole or steps)
     assert leader in staying
-    assert set(range(len(progress))) - set(staying) <= leaving
+    assert set(range(len(statuses))) - set(staying) <= leaving
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_the_leader_is_the_lowest_rank_with_most_steps(steps):
-    progress = [Progress(ReportedPosition(global_step=step)) for step in steps]
-    assert newest_progress(progress) is progress[steps.index(max(steps))]
+    statuses = [WorkerStatus(ReportedPosition(global_step=step)) for step in steps]
+    assert newest_status(statuses) is statuses[steps.index(max(steps))]
 
 
 # ---- waiting
@@ -98,7 +98,7 @@ def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reac
     positions = [ReportedPosition(global_step=reached + more) for more, _ in workers]
     measured = [Measurements(step_s=step_s) for _, step_s in workers]
     pairs = list(zip(positions, measured, strict=True))
-    step = choose_pause_step([Progress(at, measured=speed) for at, speed in pairs], lead_s)
+    step = choose_pause_step([WorkerStatus(at, measured=speed) for at, speed in pairs], lead_s)
     assert all(step >= at.global_step + 2 for at in positions)
     first, (step_s, *_) = max(pairs, key=lambda pair: pair[0].global_step)
     ahead = step - 2 - first.global_step

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._internal.progress import Measurements, Progress
+from raysgd._internal.worker_status import Measurements, WorkerStatus
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerLocation
 from raysgd.elastic.config import ElasticConfig
@@ -47,8 +47,8 @@ def make(num_workers=2, **config):
 def poll(group, shares, *speeds, seconds=0.0):
     """Report `speeds` once per second, for `seconds`."""
     for _ in range(int(seconds) + 1):
-        progress = [Progress(measured=Measurements(samples_per_s=speed)) for speed in speeds]
-        shares.observe(dict(zip(group.members, progress, strict=True)))
+        statuses = [WorkerStatus(measured=Measurements(samples_per_s=speed)) for speed in speeds]
+        shares.observe(dict(zip(group.members, statuses, strict=True)))
         group.clock.sleep(1.0)
 
 
@@ -97,7 +97,7 @@ def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
     group, record, shares = make(shares="measured")
     poll(group, shares, 100, 100)
     new = FakeMember("new")
-    shares.observe({new: Progress(measured=Measurements(samples_per_s=300))})
+    shares.observe({new: WorkerStatus(measured=Measurements(samples_per_s=300))})
     poll(group, shares, 100, 100)
     assert shares.choose_for([group.members[0], new]) == (0.5, 1.5)
     assert record.events == [((1.0, 1.0), (0.5, 1.5))]

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.progress import Progress, ReportedPosition, SnapshotStatus, StateStatus
+from raysgd._internal.worker_status import (
+    ReportedPosition,
+    SnapshotStatus,
+    StateStatus,
+    WorkerStatus,
+)
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerLocation
@@ -40,7 +45,7 @@ class FakeMember:
 
 
 def at(step):
-    return Progress(ReportedPosition(global_step=100), snapshot=SnapshotStatus(step))
+    return WorkerStatus(ReportedPosition(global_step=100), snapshot=SnapshotStatus(step))
 
 
 def make_keeper(num_members):
@@ -198,7 +203,7 @@ def test_a_rescued_state_leaves_the_memory_of_the_driver_if_it_can(keeper, monke
     state = {"a": torch.arange(5e6), "global_step": 100}
     member = LargeMember(state)
     member.worker.runner.handle = lambda request: state
-    member.worker.runner.progress = lambda acknowledged_step: at(None)
+    member.worker.runner.status = lambda acknowledged_step: at(None)
     group = SimpleNamespace(members=[member], clock=Clock())
     with open("/dev/full", "wb", buffering=0) as full:
         if is_full:
@@ -263,10 +268,10 @@ def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(k
     runner.handle(TrainRequest(call_number=0, until_step=2))
     with monkeypatch.context() as patch:
         patch.setattr(member, "submit_control", member.answer_late)
-        keeper.request_newer({member: runner.progress()})
+        keeper.request_newer({member: runner.status()})
     change = ApplyOperatorRequest(function=lambda op: op.optimizer.param_groups[0].update(lr=0.125))
     runner.handle(change)
-    keeper.request_newer({member: runner.progress()})
+    keeper.request_newer({member: runner.status()})
     assert keeper.load()["optimizers"][0]["param_groups"][0]["lr"] == 0.125
 
 
@@ -277,14 +282,14 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     member = RunnerMember(runner)
     loaded = runner.state_dict()
     runner.handle(TrainRequest(call_number=0, until_step=8))
-    keeper.request_newer({member: runner.progress()})
+    keeper.request_newer({member: runner.status()})
     assert keeper.load()["global_step"] > 1
     runner.load_state_dict(loaded)
     keeper.replace_with(lambda: loaded)
     if train_after:
         runner.handle(TrainRequest(call_number=1, until_step=train_after))
     for _ in range(2):
-        keeper.request_newer({member: runner.progress()})
+        keeper.request_newer({member: runner.status()})
     assert keeper.load()["global_step"] <= train_after
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._internal.progress import Measurements, Progress, ReportedPosition
 from raysgd._internal.step_timing import PHASES, PhaseTotals
+from raysgd._internal.worker_status import Measurements, ReportedPosition, WorkerStatus
 from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_bottleneck
 from raysgd.elastic.speed_monitor import SpeedMonitor
 
@@ -146,7 +146,7 @@ class Group:
         step, totals = self.seen_step, self.totals
         measured = {member: Measurements(timing=totals[member]) for member in self.members}
         at = ReportedPosition(global_step=step)
-        self.monitor.observe({m: Progress(at, measured=each) for m, each in measured.items()})
+        self.monitor.observe({m: WorkerStatus(at, measured=each) for m, each in measured.items()})
 
 
 class SimpleNamespaceKey(SimpleNamespace):

@@ -238,9 +238,9 @@ def test_a_restart_yields_the_points_of_its_steps_again(make_trainer, restart, p
     first.handle(replace(request, callback_pause_step=restart))
     second.load_state_dict(first.restart_state())
     assert second.handle(request)["batch_count"] == 10 - restart
-    found = second.progress().measured.log_points
+    found = second.status().measured.log_points
     assert [point.global_step for point in found] == [3, 6, 9][-len(points) :]
     assert [point.metrics["batch_count"] for point in found] == points
-    assert [point.global_step for point in second.progress(6).measured.log_points] == [9]
+    assert [point.global_step for point in second.status(6).measured.log_points] == [9]
     second.handle(TrainRequest(call_number=1, until_step=11))
-    assert second.progress().measured.log_points == ()
+    assert second.status().measured.log_points == ()

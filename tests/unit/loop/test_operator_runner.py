@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig
-from raysgd._internal.progress import StateStatus
 from raysgd._internal.runner import WorkerContext
+from raysgd._internal.worker_status import StateStatus
 from raysgd.data import Dataset
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.errors import CheckpointError
@@ -220,15 +220,15 @@ def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
     runner = make_runner()
     runner.operator._train_state.settings.context = WorkerContext()
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
-    seen, before = [], runner.progress().snapshot.num_invalidations
-    runner.operator.fail = lambda info, when: seen.append(runner.progress())
+    seen, before = [], runner.status().snapshot.num_invalidations
+    runner.operator.fail = lambda info, when: seen.append(runner.status())
     runner.handle(ValidateRequest(call_number=1))
-    assert [each.bar.num_samples for each in seen] == [0, 8, 16, 24, 32]
-    assert (seen[0].snapshot.step, runner.progress().snapshot.step) == (5, None)
-    assert runner.progress().snapshot.num_invalidations > before
+    assert [each.batches.num_samples for each in seen] == [0, 8, 16, 24, 32]
+    assert (seen[0].snapshot.step, runner.status().snapshot.step) == (5, None)
+    assert runner.status().snapshot.num_invalidations > before
     runner.operator.fail = lambda info, when: None
     runner.handle(TrainRequest(call_number=2, until_step=6))
-    assert runner.progress().snapshot.step == 5
+    assert runner.status().snapshot.step == 5
 
 
 # ---- random numbers

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raysgd._internal.progress import StateStatus
 from raysgd._internal.runner import WorkerContext
 from raysgd._internal.step_timing import StepTiming
+from raysgd._internal.worker_status import StateStatus
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
@@ -28,12 +28,12 @@ def taken(runner, until_step):
 
     def look(batch_info, when):
         if when == "before":
-            steps.append(runner.progress().snapshot.step)
+            steps.append(runner.status().snapshot.step)
 
     runner.operator.fail = look
-    step = runner.progress().position.global_step
+    step = runner.status().position.global_step
     runner.handle(TrainRequest(call_number=step, until_step=until_step))
-    return [*steps, runner.progress().snapshot.step]
+    return [*steps, runner.status().snapshot.step]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice()
     # the interrupted call asked for one epoch
     second.handle(TrainRequest(call_number=0, until_epoch=1))
     assert second.operator.trained == []
-    assert (second.progress().position.epoch, second.progress().position.global_step) == (1, 5)
+    assert (second.status().position.epoch, second.status().position.global_step) == (1, 5)
 
 
 def begin_averages(operator):
@@ -133,7 +133,7 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
     runner.handle(ApplyOperatorRequest(function=change))
     if until_step is not None:
         # the driver fetches this snapshot, even if its step is the same
-        assert runner.progress().snapshot.num_invalidations == 1
+        assert runner.status().snapshot.num_invalidations == 1
     state = runner.acquire_snapshot()
     if change is begin_averages:
         assert "averages" in state
@@ -152,7 +152,7 @@ def test_a_snapshot_has_batch_sizes_that_were_changed_between_calls():
     runner = runner_with_snapshots("epoch")
     taken(runner, 6)
     runner.handle(ApplyOperatorRequest(function=halve))
-    assert runner.progress().snapshot.num_invalidations == 1
+    assert runner.status().snapshot.num_invalidations == 1
     restarted = runner_with_snapshots("epoch")
     restarted.load_state_dict(runner.acquire_snapshot())
     taken(restarted, 7)
@@ -163,7 +163,7 @@ def test_a_snapshot_stays_if_a_function_changes_nothing():
     runner = runner_with_snapshots("epoch")
     taken(runner, 7)
     runner.handle(ApplyOperatorRequest(function=vars))
-    assert runner.progress().snapshot == (5, 0)
+    assert runner.status().snapshot == (5, 0)
 
 
 # ---- the budget
@@ -191,8 +191,8 @@ def timed(monkeypatch):
     copy_leaf, taken = runner.operator._train_state.copy_leaf, []
 
     def copy(leaf, on_host=False):
-        if not taken or taken[-1] != runner.progress().position.global_step:
-            taken.append(runner.progress().position.global_step)
+        if not taken or taken[-1] != runner.status().position.global_step:
+            taken.append(runner.status().position.global_step)
             clock.now += 1
         return copy_leaf(leaf, on_host)
 
@@ -204,7 +204,7 @@ def timed(monkeypatch):
     runner.operator._train_state.copy_leaf, runner.operator.fail = copy, step
 
     def train(until_step):
-        call_number = runner.progress().position.global_step
+        call_number = runner.status().position.global_step
         runner.handle(TrainRequest(call_number=call_number, until_step=until_step))
         return taken
 
@@ -275,7 +275,7 @@ def test_a_snapshot_that_was_sent_is_released():
     runner.release_snapshot(runner.acquire_snapshot(), 0.0)
     assert runner.acquire_snapshot() is None
     assert released() is None
-    assert runner.progress().snapshot.step == 0  # the driver does not ask for it again
+    assert runner.status().snapshot.step == 0  # the driver does not ask for it again
 
 
 def test_no_snapshot_is_taken_while_the_driver_fetches_one():

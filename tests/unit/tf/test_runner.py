@@ -161,7 +161,7 @@ def test_workers_do_not_restart_from_a_state_that_is_half_updated(operator_cls, 
     assert runner.restart_state() is not None
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
         runner.handle(TrainRequest(call_number=0, until_step=4))
-    assert runner.progress().state_status.condition == "damaged"
+    assert runner.status().state_status.condition == "damaged"
     assert runner.restart_state() is None
 
 

@@ -245,7 +245,7 @@ class Player:
                 self.store.set(f"{self.prefix}/join", json.dumps([members, self.generation]))
             self.rejoin(members, is_new=False)
             if given.is_lost:
-                assert runner.progress().state_status.condition == "lost"
+                assert runner.status().state_status.condition == "lost"
                 return None
         # a process that left joins again
         members, self.generation = json.loads(self.store.get(f"{self.prefix}/join"))
@@ -376,7 +376,7 @@ class Player:
 
     @property
     def step(self):
-        return self.runner.progress().position.global_step
+        return self.runner.status().position.global_step
 
     def gather(self, what, members, value):
         """Exchange a value with the members, and return all values by process."""

@@ -1,4 +1,4 @@
-"""TorchRunner: settings, state, generations, and progress for the driver."""
+"""TorchRunner: settings, state, generations, and status for the driver."""
 
 import contextlib
 import copy
@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig
 from raysgd._internal.config import BATCH_SIZE
-from raysgd._internal.progress import Progress
 from raysgd._internal.runner import PausedError, WorkerContext
+from raysgd._internal.worker_status import WorkerStatus
 from raysgd.cluster import large_values
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
@@ -45,7 +45,7 @@ def same_parameters(*runners):
 
 def test_runner_without_operator_has_no_progress():
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL))
-    assert runner.progress() == Progress()
+    assert runner.status() == WorkerStatus()
     runner.set_interrupted(True)
     assert runner.pause_at(3) == 0
     assert runner.acquire_snapshot() is None
@@ -145,13 +145,13 @@ def test_repeated_call_returns_its_metrics_and_no_others():
     runner = make_runner()
     with failure(runner.operator, 2, error=ConnectionError):
         runner.handle(TrainRequest(call_number=0, until_epoch=1))
-    assert runner.progress().position.global_step == 2
+    assert runner.status().position.global_step == 2
     assert (
-        runner.progress().process.is_blocked_on_driver
+        runner.status().process.is_blocked_on_driver
     )  # no other worker may wait for it any longer
     again = runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
-    assert runner.progress().process.failure_place == "after step 5"
+    assert runner.status().process.failure_place == "after step 5"
     other = make_runner().handle(TrainRequest(call_number=0, until_epoch=1))
     assert again["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
     runner.handle(TrainRequest(call_number=1, until_epoch=2))
@@ -160,7 +160,7 @@ def test_repeated_call_returns_its_metrics_and_no_others():
     assert runner.handle(TrainRequest(call_number=3, until_epoch=3))["num_samples"] == 24
 
 
-# ---- progress and stop requests
+# ---- status and stop requests
 
 
 def test_progress_counts_the_batches_and_samples_of_a_call():
@@ -168,24 +168,24 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
 
     def look(batch_info, when):
         if when == "after":
-            seen.append(runner.progress())
+            seen.append(runner.status())
 
     runner.operator.fail = look
     runner.handle(TrainRequest(call_number=0, until_step=4))
-    bars = [(p.bar.num_batches, p.bar.num_samples, p.bar.global_step) for p in seen]
-    assert bars == [(0, 0, 0), (1, 8, 1), (2, 16, 2), (3, 24, 3)]
+    batches = [(p.batches.num_batches, p.batches.num_samples, p.batches.global_step) for p in seen]
+    assert batches == [(0, 0, 0), (1, 8, 1), (2, 16, 2), (3, 24, 3)]
     assert [p.measured.timing.num_samples for p in seen] == [0, 8, 16, 24]
     assert [p.position.in_epoch for p in seen] == [False, True, True, True]
-    assert {p.bar.num_total_batches for p in seen} == {4}
-    assert seen[0].bar.latest_metrics == {}
-    assert isinstance(seen[-1].bar.latest_metrics["train_loss"], float)
-    done = runner.progress().position
+    assert {p.batches.num_total_batches for p in seen} == {4}
+    assert seen[0].batches.latest_metrics == {}
+    assert isinstance(seen[-1].batches.latest_metrics["train_loss"], float)
+    done = runner.status().position
     assert (done.epoch, done.in_epoch, done.global_step) == (0, True, 4)
     runner.handle(TrainRequest(call_number=1, until_epoch=2))
-    assert (runner.progress().position.epoch, runner.progress().position.in_epoch) == (2, False)
+    assert (runner.status().position.epoch, runner.status().position.in_epoch) == (2, False)
     assert [p.measured.step_s > 0 for p in seen] == [False, *[True] * 3, False, *[True] * 5]
     runner.handle(PredictRequest(loader=runner.operator.validation_loader.loader))
-    assert runner.progress().bar.num_batches == 0
+    assert runner.status().batches.num_batches == 0
 
 
 def test_progress_does_not_wait_for_the_gpu():
@@ -216,7 +216,7 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
     runner, seen = make_runner(), []
 
     def stop(batch_info, when):
-        seen.append(runner.progress().position)
+        seen.append(runner.status().position)
         if batch_info["batch_idx"] == 1:
             runner.set_interrupted(True)
 
@@ -287,7 +287,7 @@ def test_training_continues_exactly_from_a_state(num_steps):
     other = make_runner(config={**config, "seed": 99})
     torch.rand(5)
     other.load_state_dict(state)
-    assert other.progress().position.global_step == num_steps
+    assert other.status().position.global_step == num_steps
     other.operator.trained += seen
     other.handle(TrainRequest(call_number=0, until_step=12))
     assert other.operator.trained == runner.operator.trained
@@ -358,7 +358,7 @@ def test_old_states_without_data_and_steps_load():
     other = make_runner(config={"seed": 5})
     other.load_state_dict(old)
     assert same_parameters(runner, other)
-    assert (other.progress().position.epoch, other.progress().position.in_epoch) == (2, False)
+    assert (other.status().position.epoch, other.status().position.in_epoch) == (2, False)
     assert other.handle(TrainRequest(call_number=0, until_epoch=3))["num_samples"] == 40
     del old["operator"]
     other.load_state_dict(old)
@@ -531,12 +531,12 @@ def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
     runner.pause_at(2)
     with pytest.raises(PausedError):
         runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause_step=3))
-    assert runner.progress().position.global_step == 2
+    assert runner.status().position.global_step == 2
     runner.pause_at(None)
     for step in (3, 4):
         request = TrainRequest(call_number=0, until_epoch=1, callback_pause_step=step)
         assert isinstance(runner.handle(request), CallbackPause)
-        assert runner.progress().position.global_step == step
+        assert runner.status().position.global_step == step
     result = runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause_step=9))
     assert result == plain.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH

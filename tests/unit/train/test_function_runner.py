@@ -95,8 +95,8 @@ def test_turns_come_one_after_the_other_and_the_value_at_the_end(worker):
     results = [worker.next() for _ in range(3)]
     assert [result.kind for result in results] == ["report", "checkpoint", "end"]
     assert results[2].return_value == 2
-    assert worker.runner.progress().process.is_blocked_on_driver
-    assert worker.runner.progress().position.global_step == 1
+    assert worker.runner.status().process.is_blocked_on_driver
+    assert worker.runner.status().position.global_step == 1
 
 
 def test_a_second_run_may_use_another_precision_of_accelerate(worker):

@@ -1,4 +1,4 @@
-"""What a worker reports to the driver, by the part of the driver that reads it."""
+"""The status that a worker reports to the driver, by the part of the driver that reads it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,22 +78,20 @@ class StateStatus(NamedTuple):
 class ProcessStatus(NamedTuple):
     """What a process does. The worker adds the last two. `raysgd.elastic` reads it."""
 
-    is_blocked_on_driver: bool = (
-        False  # whether the worker's code has ended or waits for the driver
-    )
+    is_blocked_on_driver: bool = False  # or the worker's code has ended
     failure_place: str = ""  # step and batch where the newest request failed, as text
     collective: int | None = None  # number of the collective that the worker waits for
     terminated_s: float | None = None  # seconds since the process got SIGTERM
 
 
-class Progress(NamedTuple):
-    """Progress of a worker. Another thread reads it while the worker is busy.
+class WorkerStatus(NamedTuple):
+    """Status of a worker. Another thread reads it while the worker is busy.
 
     The runner writes the fields. On the driver, each field has one reader, a module or a package.
     """
 
     position: ReportedPosition = ReportedPosition()
-    bar: BatchProgress = BatchProgress()
+    batches: BatchProgress = BatchProgress()
     measured: Measurements = Measurements()
     snapshot: SnapshotStatus = SnapshotStatus()
     updates: UpdateStatus = UpdateStatus()

@@ -1,15 +1,15 @@
-"""Each part of the progress of a worker has one reader on the driver: a module or a package."""
+"""Each part of the status of a worker has one reader on the driver: a module or a package."""
 
 import re
 
-from raysgd._internal.progress import Progress
+from raysgd._internal.worker_status import WorkerStatus
 from tests.contracts.test_strategies import files
 
 DRIVER = re.compile(
     r"raysgd/(callbacks|cli|driver|elastic|testing|train/executor|trials|cluster/(?!worker\.py))"
 )
-READERS = dict.fromkeys(Progress._fields, "elastic/") | {
-    "bar": "elastic/call_executor.py",
+READERS = dict.fromkeys(WorkerStatus._fields, "elastic/") | {
+    "batches": "elastic/call_executor.py",
     "snapshot": "elastic/snapshot_keeper.py",
     "updates": "driver/",
 }
@@ -17,8 +17,8 @@ READERS = dict.fromkeys(Progress._fields, "elastic/") | {
 
 def test_each_part_has_one_reader():
     # A trainer reads the position of the group.
-    group = r"(?<!record\.progress(?=\.position))(?<!results)(?<!self)"
-    read = re.compile(rf"{group}\.({'|'.join(Progress._fields)})\b(?!\()")
+    group = r"(?<!record\.newest_status(?=\.position))(?<!results)(?<!self)"
+    read = re.compile(rf"{group}\.({'|'.join(WorkerStatus._fields)})\b(?!\()")
     found = {part: set() for part in READERS}
     for name, text in files().items():
         for part in read.findall(text) if DRIVER.match(name) else ():
