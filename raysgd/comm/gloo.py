@@ -95,7 +95,7 @@ class GlooGroup(ProcessGroup):
         try:
             return _Operation(
                 self._running,
-                lambda: mesh.reduce(tensors[0], combine, timeout_s, in_thread),
+                lambda: mesh.all_reduce(tensors[0], combine, timeout_s, in_thread),
                 tensors,
             )
         finally:

@@ -90,7 +90,7 @@ class PeerMesh:
         self._peers[rank] = socket.socket(fileno=connection.detach())
         self._changes.put(None)
 
-    def reduce(
+    def all_reduce(
         self, tensor: torch.Tensor, combine: Combine, timeout_s: float, in_thread: bool
     ) -> Future[None]:
         """Reduce a CPU tensor over all ranks, in place, after all earlier reductions.
@@ -108,7 +108,7 @@ class PeerMesh:
             try:
                 if before is not None:
                     before.exception()  # wait
-                self._reduce(number, tensor, combine, timeout_s)
+                self._all_reduce(number, tensor, combine, timeout_s)
             except BaseException as error:
                 self.interrupt(f"A reduction failed: {error}")  # others cannot read the rest
                 future.set_exception(error.with_traceback(None))  # frames hold tensors
@@ -121,7 +121,7 @@ class PeerMesh:
             run()
         return future
 
-    def _reduce(
+    def _all_reduce(
         self, number: int, tensor: torch.Tensor, combine: Combine, timeout_s: float
     ) -> None:
         # A copy of a contiguous tensor may keep odd strides or a lazy negation.

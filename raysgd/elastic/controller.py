@@ -27,7 +27,7 @@ from raysgd.elastic.call_executor import CallExecutor
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_builder import NO_SNAPSHOT, GroupBuilder
 from raysgd.elastic.group_record import GroupRecord
-from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, GroupState, LostWorkers
+from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, GroupStatus, LostWorkers
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
@@ -60,7 +60,7 @@ class Controller:
         supports_live_join: bool = True,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state: GroupState = "broken"
+        self.group_status: GroupStatus = "broken"
         self.is_shut_down = False
         self._call_lock = threading.Lock()
         self._pid = os.getpid()
@@ -106,7 +106,7 @@ class Controller:
 
     def shutdown(self, force: bool = False) -> None:
         self.is_shut_down = True
-        self._release(force or self.state != "ready")
+        self._release(force or self.group_status != "ready")
 
     def _release(self, force: bool) -> None:
         if os.getpid() != self._pid:  # the workers belong to the parent process
@@ -149,8 +149,8 @@ class Controller:
 
     def _abort_attempt(self, error: BaseException) -> None:
         attempt = self._executor.running.attempt
-        if self.state == "running":
-            self.state = "ready" if attempt is None else "broken"
+        if self.group_status == "running":
+            self.group_status = "ready" if attempt is None else "broken"
             if attempt is not None:
                 self._rpc.interrupt(attempt)
                 self.record.set_newest_status(*self._rpc.poll_status().values())
@@ -163,9 +163,9 @@ class Controller:
         """Repair the group and send it the call, until the call has returned or failed."""
         while True:
             if (result := self._repair()) is None:
-                self.state = "running"
+                self.group_status = "running"
                 result = self._executor.run_attempt()  # here: short tracebacks of users
-            self.state = result.state
+            self.group_status = result.group_status
             self._check_open()  # a shutdown in another thread loses no worker
             if result.lost:
                 self._remove_lost(result.lost)
@@ -184,10 +184,10 @@ class Controller:
                 shortage = self.record.describe_shortage()
                 raise self.record.make_error(f"{shortage}, and grow=False starts no replacements")
             builder.await_workers()
-            return AttemptResult(self.state)
-        if self.state == "ready" and not joining and not leaving:
+            return AttemptResult(self.group_status)
+        if self.group_status == "ready" and not joining and not leaving:
             return None
-        self.state = "broken"
+        self.group_status = "broken"
         if policy.process_can_rejoin and len(leaving) < num_workers:
             return builder.rejoin()
         if leaving:
@@ -200,7 +200,7 @@ class Controller:
         """Stop the members, and start all workers, with the state of the snapshot."""
         if not self.can_restart():
             raise self.record.make_error(f"all workers are lost, {NO_SNAPSHOT}")
-        self.state, self._awaits_load = "broken", self.record.call.replaces_state
+        self.group_status, self._awaits_load = "broken", self.record.call.replaces_state
         before = self.record.newest_status
         try:
             self._builder.restart()
@@ -208,8 +208,8 @@ class Controller:
             self.record.set_newest_status(before)
             self._builder.discard_all()
             raise
-        self.state = "ready"
-        return AttemptResult(self.state)
+        self.group_status = "ready"
+        return AttemptResult(self.group_status)
 
     def _remove_lost(self, lost: LostWorkers) -> None:
         """Remove lost workers from the group. Raise an error if the call tolerates no more."""
@@ -271,7 +271,7 @@ class Controller:
         """
         if not self.is_shut_down:
             self.check_process()
-            self.state = "broken"
+            self.group_status = "broken"
             self._rpc.interrupt_and_send(request)
 
     # ---- methods for trainers

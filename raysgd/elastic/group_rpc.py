@@ -36,7 +36,7 @@ _ASK_AGAIN_S = 0.05
 _LOG_BUSY_AFTER_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
 
-GroupState = Literal["broken", "ready", "running"]
+GroupStatus = Literal["broken", "ready", "running"]
 """``broken`` if workers or their process group are missing. The next call repairs it."""
 LostWorkers = Mapping[WorkerHandle, BaseException]
 """Lost workers with their causes."""
@@ -45,8 +45,8 @@ LostWorkers = Mapping[WorkerHandle, BaseException]
 class AttemptResult(NamedTuple):
     """How an attempt at a call, or to form a generation, has ended."""
 
-    state: GroupState
-    """The state of the group from now on."""
+    group_status: GroupStatus
+    """The status of the group from now on."""
     lost: Mapping[WorkerHandle, BaseException] = {}
     """Lost members."""
     error: BaseException | None = None

@@ -169,7 +169,7 @@ class BackendExecutor:
             return
         controller.check_process()
         try:
-            if graceful_termination and self._run is None and controller.state == "ready":
+            if graceful_termination and self._run is None and controller.group_status == "ready":
                 # The `on_shutdown` hook of the backend would wait for busy workers forever.
                 is_gentle = remote_functions.wait_until_idle(controller.members, patience_s)
             if is_gentle:

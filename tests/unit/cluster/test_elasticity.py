@@ -609,7 +609,7 @@ def test_stopped_work_makes_the_next_call_form_a_new_generation(world):
     controller = world.drive(2).controller
     controller.stop(request_of("work"))
     assert [member.interruptions for member in controller.members] == [1, 1]
-    assert controller.state == "broken"
+    assert controller.group_status == "broken"
     assert run_until(controller, 5) == [5, 5]
     assert kinds(controller) == ["started", "resumed"]
 

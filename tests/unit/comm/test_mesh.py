@@ -36,7 +36,7 @@ def on_all(made, call):
 
 
 def begin(mesh, tensor, combine=torch.add, timeout_s=PATIENCE_S / 2, in_thread=True):
-    return mesh.reduce(tensor, combine, timeout_s, in_thread)
+    return mesh.all_reduce(tensor, combine, timeout_s, in_thread)
 
 
 def reduced(made, tensors, combine=torch.add):

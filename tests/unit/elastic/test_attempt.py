@@ -84,7 +84,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
 
 @pytest.mark.parametrize("can_repeat", [False, True])
 @pytest.mark.parametrize(
-    ("ends", "is_replay", "state", "raised"),
+    ("ends", "is_replay", "status", "raised"),
     [
         ([OK, OK], False, "ready", None),
         ([OK, OK], True, "ready", None),
@@ -97,13 +97,13 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
         ([INTERRUPTED, OK], False, "broken", CollectiveError),
     ],
 )
-def test_the_end_of_an_attempt_decides_what_follows(ends, is_replay, state, raised, can_repeat):
+def test_the_end_of_an_attempt_decides_what_follows(ends, is_replay, status, raised, can_repeat):
     attempt, futures = attempt_of("a", "b")
     for future, end in zip(futures.values(), ends, strict=True):
         (future.set_exception if end is LOST else future.set_result)(end)
     attempt.collect(0)
     result = attempt.make_result(is_replay, can_repeat)
-    assert result.state == state
+    assert result.group_status == status
     assert result.outcomes == (ends if ends == [OK, OK] and not is_replay else None)
     assert result.lost == ({"a": LOST} if LOST in ends else {})
     if raised == "if not can_repeat":

@@ -30,7 +30,7 @@ def fail_all_to_talk(members):
 def test_answers_come_in_the_order_of_the_ranks(world):
     controller = world.drive(3).controller
     assert run(controller, "work") == [0, 1, 2]
-    assert controller.state == "ready"
+    assert controller.group_status == "ready"
     assert kinds(controller) == ["started"]
     assert controller.events[0].ranks == (0, 1, 2)
 
@@ -56,7 +56,7 @@ def test_a_user_error_is_raised_instead_of_the_broken_connections_it_causes(worl
     world.at_step(20, fail)
     with pytest.raises(BadBatchError, match="the reason"):
         train(controller)
-    assert controller.state == "broken"
+    assert controller.group_status == "broken"
     assert (controller.events[-1].kind, controller.events[-1].ranks) == ("user_error", (1,))
     assert train(controller) == [40] * 3
     assert kinds(controller) == ["started", "user_error", "resumed"]
@@ -184,7 +184,7 @@ def test_the_next_call_works_after_ctrl_c(world, is_deaf):
     world.at_step(20, lambda: setattr(world, "has_ctrl_c", True))
     with pytest.raises(KeyboardInterrupt):
         train(controller)
-    assert controller.state == "broken"
+    assert controller.group_status == "broken"
     assert train(controller) == [40] * 3
     assert ("lost" in kinds(controller)) == is_deaf
     causes = {e.kind: e.cause for e in controller.record.events}
