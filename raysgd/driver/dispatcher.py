@@ -13,7 +13,7 @@ from raysgd._internal.runner import Request
 from raysgd._internal.worker_status import ReportedPosition
 from raysgd.callbacks.base import CallInfo
 from raysgd.callbacks.callback_list import CallbackList
-from raysgd.driver.results import MergedResult, Results
+from raysgd.driver.result_reporter import MergedResult, ResultReporter
 from raysgd.elastic.call import Call, LogPointCollector
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import CallbackPause, LeavingMetricsRequest, TrainRequest, ValidateRequest
@@ -29,7 +29,7 @@ class Dispatcher:
     controller: Controller
     callback_list: CallbackList
     trainer_name: str
-    results: Results
+    reporter: ResultReporter
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Workers recognize a repeated call by its number."""
     newest_train_request: TrainRequest | None = None
@@ -89,12 +89,12 @@ class Dispatcher:
 
         `num_steps` is the number of steps to train. None means the rest of the epoch.
         """
-        seconds, is_paused, results = 0.0, True, self.results
+        seconds, is_paused, reporter = 0.0, True, self.reporter
         self.check_open(changes_state=True)
         with self.callback_list.within_call():
             request = TrainRequest(call_number=next(self.call_numbers), **arguments)
             number = request.call_number
-            on_log = results.report_points if results.fit_arguments.log_every else None
+            on_log = reporter.report_points if reporter.fit_arguments.log_every else None
             call = Call(
                 request=request,
                 make_request=partial(self._make_train_request, request, num_steps),
@@ -115,12 +115,12 @@ class Dispatcher:
                     self.callback_list.notify_pause(at_end=not is_paused)
             finally:
                 self._training = None
-                start = self._train_starts.pop(number, results.position)
-                results.report_bad_steps()
+                start = self._train_starts.pop(number, reporter.position)
+                reporter.report_bad_steps()
             speed = self.controller.speed.end_interval("train")
             answers += [outcome.unpack() for outcome in call.leaving_outcomes]
-            last_call = CallInfo("train", ended, seconds, speed, results.position.epoch_samples)
-            return results.report_training(answers, last_call, start)
+            last_call = CallInfo("train", ended, seconds, speed, reporter.position.epoch_samples)
+            return reporter.report_training(answers, last_call, start)
 
     def _make_train_request(
         self, request: TrainRequest, num_steps: int | None, position: ReportedPosition, saves: bool
@@ -130,7 +130,7 @@ class Dispatcher:
         The limits of a running ``fit()`` are goals, too.
         """
         start = self._train_starts.setdefault(request.call_number, position)
-        fit_arguments = self.results.fit_arguments
+        fit_arguments = self.reporter.fit_arguments
         until_step = fit_arguments.max_steps
         if num_steps is not None:
             until_step = min(start.global_step + num_steps, until_step or sys.maxsize)
@@ -138,7 +138,7 @@ class Dispatcher:
             request,
             until_epoch=start.epoch + 1 if num_steps is None else None,
             until_step=until_step,
-            adds_epoch=not self.results.is_fitting,
+            adds_epoch=not self.reporter.is_fitting,
             start_step=start.global_step,
             start_epoch=start.epoch,
             callback_pause_step=self.callback_list.schedule_pause(position.global_step, saves),
@@ -165,8 +165,8 @@ class Dispatcher:
         info = as_dict("validate", "info", info)
         self.check_open(changes_state=True)
         with self.callback_list.within_call():
-            results = self.results
-            start = results.validation_offset = 0 if from_start else results.validation_offset
+            reporter = self.reporter
+            start = reporter.validation_offset = 0 if from_start else reporter.validation_offset
             request = ValidateRequest(
                 call_number=next(self.call_numbers),
                 num_steps=num_steps,
@@ -178,7 +178,7 @@ class Dispatcher:
             started = time.perf_counter()
             answers = self.run(request, has_batches=True, on_progress=on_progress)
             seconds = time.perf_counter() - started
-            results.validation_offset = results.position.validation_offset
-            is_complete = start == results.validation_offset == 0
+            reporter.validation_offset = reporter.position.validation_offset
+            is_complete = start == reporter.validation_offset == 0
             last_call = CallInfo("validate", time.time(), seconds, is_complete=is_complete)
-            return results.report_validation(answers, last_call)
+            return reporter.report_validation(answers, last_call)

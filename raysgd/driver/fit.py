@@ -11,7 +11,7 @@ from raysgd.callbacks.base import AnyTrainer, Callback, History
 from raysgd.callbacks.callback_list import as_callbacks
 from raysgd.callbacks.progress import EpochPrinter, ProgressBar, is_interactive
 from raysgd.driver.dispatcher import Dispatcher
-from raysgd.driver.results import FitArguments
+from raysgd.driver.result_reporter import FitArguments
 from raysgd.loop.operator_base import has_validation_loader
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
@@ -71,8 +71,8 @@ class FitLoop:
                 logger.info("%s", why)
             if arguments.validate_every is None:
                 _check_monitored(self._monitored_metrics(), (), why)
-            with dispatcher.results.within_fit(arguments):
-                if arguments.validate_every and not dispatcher.results.has_all_epochs:
+            with dispatcher.reporter.within_fit(arguments):
+                if arguments.validate_every and not dispatcher.reporter.has_all_epochs:
                     self._run_sanity_check()
                 history = self._train_epochs()
             if advice := dispatcher.controller.speed.report().advice:
@@ -81,32 +81,32 @@ class FitLoop:
 
     def _train_epochs(self) -> History:
         trainer, dispatcher, arguments = self.trainer, self.dispatcher, self.arguments
-        results, history = dispatcher.results, History()
+        reporter, history = dispatcher.reporter, History()
 
         def reason_to_end() -> str | None:
-            if results.has_all_epochs:
+            if reporter.has_all_epochs:
                 return f"num_epochs={arguments.num_epochs} is reached"
             if arguments.max_steps is not None and trainer.global_step >= arguments.max_steps:
                 return dispatcher.stop_reason or f"max_steps={arguments.max_steps} is reached"
             return dispatcher.stop_reason
 
-        if results.lacks_validation and results.is_validation_due:  # since an earlier fit()
+        if reporter.lacks_validation and reporter.is_validation_due:  # since an earlier fit()
             # Ctrl-C in the last step has lost its metrics.
-            if results.metrics.get("epoch") != results.position.epoch:
-                results.restore_due_validation({})
+            if reporter.metrics.get("epoch") != reporter.position.epoch:
+                reporter.restore_due_validation({})
             dispatcher.validate(arguments.info, from_start=True)
-        if results.has_all_epochs:
+        if reporter.has_all_epochs:
             logger.warning(
                 "fit(%d) trains nothing, because the run has already completed epoch %d.",
                 arguments.num_epochs,
-                results.position.epoch,
+                reporter.position.epoch,
             )
         while (reason := reason_to_end()) is None:
-            start = results.position
+            start = reporter.position
             metrics = trainer.train(max_retries=arguments.max_retries, info=arguments.info)
             had_no_batch = start.in_epoch and metrics.keys() == {"epoch"}
-            if results.position.epoch > start.epoch and results.is_validation_due:
-                validated = dispatcher.validate(arguments.info, from_start=True).merged
+            if reporter.position.epoch > start.epoch and reporter.is_validation_due:
+                validated = dispatcher.validate(arguments.info, from_start=True).metrics
                 metrics = {**validated, **metrics}
             history += [] if had_no_batch else [metrics]
             if len(history) == 1 and arguments.validate_every is None:
@@ -114,7 +114,7 @@ class FitLoop:
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
         history.stop_reason = reason
-        if not results.has_all_epochs:
+        if not reporter.has_all_epochs:
             level = logging.INFO if history else logging.WARNING
             logger.log(level, "fit() ends at step %d: %s", trainer.global_step, reason)
         return history
@@ -123,9 +123,9 @@ class FitLoop:
 
     def _run_sanity_check(self) -> None:
         """Validate some batches before training, unless a validation has run or runs next."""
-        dispatcher, results = self.dispatcher, self.dispatcher.results
-        has_validated = results.validation_names is not None
-        if has_validated or results.lacks_validation or dispatcher.stop_reason is not None:
+        dispatcher, reporter = self.dispatcher, self.dispatcher.reporter
+        has_validated = reporter.validation_names is not None
+        if has_validated or reporter.lacks_validation or dispatcher.stop_reason is not None:
             return
         request = ValidateRequest(
             call_number=-1,
@@ -142,7 +142,7 @@ class FitLoop:
             if names := dict.fromkeys(itertools.chain.from_iterable(metrics)):
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitored(self._monitored_metrics(), list(names), why)
-            results.validation_names = {*names}
+            reporter.validation_names = {*names}
         except Exception as error:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last

@@ -6,7 +6,7 @@ from typing import Any
 from raysgd._internal.forwarding import forward_to
 from raysgd.callbacks.base import CallInfo
 from raysgd.driver.dispatcher import Dispatcher
-from raysgd.driver.results import Results
+from raysgd.driver.result_reporter import ResultReporter
 from raysgd.driver.state_transfer import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
@@ -25,7 +25,7 @@ class TrainerProperties:
     _options: Options
     _controller: Controller
     _dispatcher: Dispatcher
-    _results: Results
+    _reporter: ResultReporter
     _transfer: StateTransfer
 
     @property
@@ -56,30 +56,30 @@ class TrainerProperties:
     )
     logdir: Path | None = forward_to("_logdir", "The run folder.")
     epoch: int = forward_to(
-        "_results.epoch",
+        "_reporter.epoch",
         "The current or just finished epoch, counted from 1. 0 before the first epoch.",
     )
     num_completed_epochs: int = forward_to(
-        "_results.position.epoch", "Number of epochs that were trained to their end."
+        "_reporter.position.epoch", "Number of epochs that were trained to their end."
     )
     global_step: int = forward_to(
-        "_results.position.global_step", "Finished training steps of all calls."
+        "_reporter.position.global_step", "Finished training steps of all calls."
     )
     split: int = forward_to(
         "_controller.record.newest_status.updates.num_splits",
         "Micro-batches per batch, above 1 after memory ran out.",
     )
     latest_metrics: dict[str, Any] = forward_to(
-        "_results.metrics", "The newest metrics of `train` and `validate`, in one dict."
+        "_reporter.metrics", "The newest metrics of `train` and `validate`, in one dict."
     )
     last_call: CallInfo | None = forward_to(
-        "_results.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
+        "_reporter.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
-    is_fitting: bool = forward_to("_results.is_fitting", "Whether `fit` runs.")
+    is_fitting: bool = forward_to("_reporter.is_fitting", "Whether `fit` runs.")
     num_epochs: int | None = forward_to(
-        "_results.fit_arguments.num_epochs", "Number of epochs at which `fit` ends, or None."
+        "_reporter.fit_arguments.num_epochs", "Number of epochs at which `fit` ends, or None."
     )
-    is_validation_due = forward_to("_results.is_validation_due", "Whether `fit` validates next.")
+    is_validation_due = forward_to("_reporter.is_validation_due", "Whether `fit` validates next.")
     stop_reason: str | None = forward_to(
         "_dispatcher.stop_reason", "The first reason passed to `request_stop` since `fit` began."
     )

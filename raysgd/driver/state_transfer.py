@@ -61,13 +61,13 @@ class StateTransfer:
         entries["config"] = flatten_scalars(redact_config(self.options.config))
         if provenance:
             entries["provenance"] = {**self.provenance}
-        return entries | self.dispatcher.results.state_dict()
+        return entries | self.dispatcher.reporter.state_dict()
 
     def _collect_from_workers(self, method: str, frozen: bool) -> dict[str, Any]:
         controller, snapshot = self.dispatcher.controller, None
         if not controller.members and controller.can_restart():
             snapshot = controller.snapshots.load()
-        step = self.dispatcher.results.position.global_step
+        step = self.dispatcher.reporter.position.global_step
         kept_step = (snapshot or {}).get("global_step", 0)
         lacks_frozen = frozen and "frozen" in (snapshot or ())  # which the workers can complete
         if not snapshot or kept_step < step or lacks_frozen:
@@ -188,7 +188,7 @@ class StateTransfer:
             snapshots.store(worker_entries)
         else:  # packing needs Ray
             snapshots.replace_with(lambda: worker_entries)
-        self.dispatcher.results.load_state_dict(state)
+        self.dispatcher.reporter.load_state_dict(state)
         self._warn_of_changes(driver_entries["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:

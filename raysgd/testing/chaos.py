@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     from raysgd.cluster.worker_handle import WorkerHandle
-    from raysgd.driver.base import OperatorTrainer
+    from raysgd.driver.operator_trainer import OperatorTrainer
 
 __all__ = ["Chaos", "Fault", "InjectedFault", "draw_faults", "kill"]
 

@@ -10,7 +10,7 @@ from raysgd._internal.imports import load_triton_first
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.driver.base import OperatorTrainer
+from raysgd.driver.operator_trainer import OperatorTrainer
 from raysgd.driver.properties import argument
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.creators import Creators, creator_class
@@ -118,7 +118,7 @@ class TFTrainer(OperatorTrainer):
         arguments = (profile, reduce_results, max_retries, info)
         if self._limits is None or num_steps is not None or self.num_epochs is not None:
             return super().train(num_steps, *arguments)
-        last_step = self._results.fit_arguments.max_steps  # None outside of fit
+        last_step = self._reporter.fit_arguments.max_steps  # None outside of fit
         for _ in range(self._limits["epochs"] or 1):
             result = super().train(self._limits["steps_per_epoch"], *arguments)
             if last_step and (self.global_step == last_step or self.stop_reason is not None):
@@ -141,7 +141,9 @@ class TFTrainer(OperatorTrainer):
             return super().validate(num_steps, profile, reduce_results, info)
         steps = self._limits["steps"] if num_steps is None else num_steps
         run = self._dispatcher.validate(info, steps, profile, from_start=num_steps is None)
-        return use_old_names(run.merged) if reduce_results else [*map(use_old_names, run.by_worker)]
+        return (
+            use_old_names(run.metrics) if reduce_results else [*map(use_old_names, run.by_worker)]
+        )
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, in this process.

@@ -15,7 +15,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import lazy_names
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
-from raysgd.driver.base import OperatorTrainer, known_arguments
+from raysgd.driver.operator_trainer import OperatorTrainer, known_arguments
 from raysgd.driver.properties import argument
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
@@ -138,7 +138,7 @@ class TorchTrainer(OperatorTrainer):
         set; for a `raysgd.data.Stream` [file, record]; for other streams positions in the epoch;
         none if user code selects the samples.
         """
-        return [dict(each) for each in self._results.bad_steps]
+        return [dict(each) for each in self._reporter.bad_steps]
 
     @functools.cached_property
     def temp_dir(self) -> str:

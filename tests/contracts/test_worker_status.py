@@ -17,7 +17,7 @@ READERS = dict.fromkeys(WorkerStatus._fields, "elastic/") | {
 
 def test_each_part_has_one_reader():
     # A trainer reads the position of the group.
-    group = r"(?<!record\.newest_status(?=\.position))(?<!results)(?<!self)"
+    group = r"(?<!record\.newest_status(?=\.position))(?<!reporter)(?<!self)"
     read = re.compile(rf"{group}\.({'|'.join(WorkerStatus._fields)})\b(?!\()")
     found = {part: set() for part in READERS}
     for name, text in files().items():

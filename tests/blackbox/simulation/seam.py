@@ -28,7 +28,7 @@ from raysgd.cluster.worker import Outcome, WorkerLocation
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.data.partition import MicroBatchPlan
 from raysgd.driver.dispatcher import Dispatcher
-from raysgd.driver.results import Results
+from raysgd.driver.result_reporter import ResultReporter
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
@@ -133,7 +133,7 @@ class Driver:
         """Train a number of steps, in a call that computes its goal itself."""
         request = TrainRequest(call_number=0)
         callback_list = CallbackList(self)
-        results = Results(self.controller, callback_list)
+        results = ResultReporter(self.controller, callback_list)
         dispatcher = Dispatcher(self.controller, callback_list, "Trainer", results)
         make_request = partial(dispatcher._make_train_request, request, num_steps)
         call = Call(request=request, make_request=make_request, has_batches=True, can_pause=True)

@@ -163,7 +163,7 @@ def test_the_validation_before_training_changes_nothing(make_trainer):
     for is_tried in (False, True):
         torch.manual_seed(1)
         trainer = make_trainer(Drawing, {"shuffle": True, "dropout": 0.5, "batch_norm": True})
-        trainer._results.validation_names = None if is_tried else {"val_loss"}
+        trainer._reporter.validation_names = None if is_tried else {"val_loss"}
         history = trainer.fit(2, callbacks=[spy := Spy()])
         operator = trainer.get_local_operator()
         kept = (operator.trained, operator.validated, operator.count, len(operator.infos))

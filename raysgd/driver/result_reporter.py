@@ -45,21 +45,21 @@ class FitArguments:
 class MergedResult(NamedTuple):
     """The merged metrics of a call of train or validate."""
 
-    mergeable: list[dict[str, Any]]
+    worker_metrics: list[dict[str, Any]]
     """Metrics with their weights by rank, then those of workers that have left."""
-    merged: dict[str, Any]
+    metrics: dict[str, Any]
     last_call: CallInfo
     epoch: int | None = None
     """The epoch that was trained; None for validate."""
 
     @property
     def by_worker(self) -> list[dict[str, Any]]:
-        results = [merge_worker_metrics([each], raises=False) for each in self.mergeable]
+        results = [merge_worker_metrics([each], raises=False) for each in self.worker_metrics]
         return results if self.epoch is None else [with_epoch(self.epoch, each) for each in results]
 
 
 @dataclass(eq=False)
-class Results:
+class ResultReporter:
     """Merges the results of calls, keeps the newest ones, and passes them to callbacks.
 
     Callbacks receive the result of each call of train and validate, and for each epoch a result
@@ -159,7 +159,7 @@ class Results:
 
     def _report(self, hook: str, result: MergedResult) -> None:
         """Pass the metrics of a call to the callbacks, which may add metrics."""
-        self.last_call, metrics = result.last_call, result.merged
+        self.last_call, metrics = result.last_call, result.metrics
         before, self._metrics_in_hook = self._metrics_in_hook, metrics
         try:
             self.callback_list.call_hook(hook, metrics)
@@ -195,7 +195,7 @@ class Results:
         try:
             self._report("on_validation_end", result)
         finally:  # also after Ctrl-C in a callback
-            self.validation_names = {*(self.validation_names or ()), *result.merged}
+            self.validation_names = {*(self.validation_names or ()), *result.metrics}
             if last_call.is_complete:  # after the hook: a state it saves lacks `on_epoch_result`
                 self._due_step, self._num_validated_epochs = None, self.position.epoch
             if self._validation is not None:
@@ -207,12 +207,12 @@ class Results:
         training, validation = self._training, self._validation
         if self.callback_list.running_hooks or training is None:
             return
-        metrics, call = training.merged, training.last_call
+        metrics, call = training.metrics, training.last_call
         if validation is None:
             names = (self.validation_names or set()) - {NUM_SAMPLES, BATCH_COUNT}
             metrics = {name: value for name, value in metrics.items() if name not in names}
         else:
-            metrics = {**metrics, **validation.merged}
+            metrics = {**metrics, **validation.metrics}
             seconds = call.seconds + validation.last_call.seconds
             call = validation.last_call._replace(seconds=seconds)
             self._training = self._validation = None

@@ -29,7 +29,7 @@ from raysgd.data import Dataset
 from raysgd.driver.dispatcher import Dispatcher
 from raysgd.driver.fit import FitLoop
 from raysgd.driver.properties import TrainerProperties
-from raysgd.driver.results import FitArguments, Results
+from raysgd.driver.result_reporter import FitArguments, ResultReporter
 from raysgd.driver.state_transfer import StateTransfer
 from raysgd.elastic.controller import Controller
 from raysgd.errors import CallbackError
@@ -75,8 +75,8 @@ class OperatorTrainer(TrainerProperties):
         )
         self._callback_list = CallbackList(self, attached)
         self._callback_list.around_saving = controller.speed.saving
-        self._results = results = Results(controller, self._callback_list)
-        self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name, results)
+        self._reporter = reporter = ResultReporter(controller, self._callback_list)
+        self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, name, reporter)
         self._transfer = StateTransfer(options, dispatcher)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
@@ -127,7 +127,7 @@ class OperatorTrainer(TrainerProperties):
         result = self._dispatcher.train(
             num_steps, max_retries, info=info, profile=profile, dataset=dataset
         )
-        return result.merged if reduce_results else result.by_worker
+        return result.metrics if reduce_results else result.by_worker
 
     def validate(
         self,
@@ -153,7 +153,7 @@ class OperatorTrainer(TrainerProperties):
             WorkerLostError: if workers are lost more than three times, or too few are left.
         """
         result = self._dispatcher.validate(info, num_steps, profile)
-        return result.merged if reduce_results else result.by_worker
+        return result.metrics if reduce_results else result.by_worker
 
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate on another loader, without callbacks and `latest_metrics`.
