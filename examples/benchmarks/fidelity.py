@@ -31,7 +31,7 @@ def make_trainer(num_steps):
         # The data are sized for two workers.
         config={"name": "resnet", "num_steps": 2 * num_steps},
         num_workers=NUM_WORKERS,
-        elastic=ElasticConfig(grow=False),
+        elastic=ElasticConfig(replace_workers=False),
     )
 
 

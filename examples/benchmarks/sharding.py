@@ -84,7 +84,7 @@ def make_trainer(num_workers, sharding, side, floats, optimizer="AdamW"):
         training_operator_cls=Timed,
         config={"register": register, "floats": floats, "optimizer": optimizer},
         num_workers=num_workers,
-        elastic=ElasticConfig(grow=False, snapshot_every=None),
+        elastic=ElasticConfig(replace_workers=False, snapshot_every=None),
     )
 
 

@@ -147,7 +147,8 @@ class CallExecutor:
                 return f"workers were lost in one call more often than max_retries={most}"
         else:
             running.num_early_losses += 1
-            if (number := running.num_early_losses) > self.record.policy.elastic.max_attempts:
+            number, most = running.num_early_losses, self.starter.config.max_start_attempts
+            if number > most:
                 return f"workers were lost {number} times before the call began"
         return ""
 

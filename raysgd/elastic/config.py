@@ -24,7 +24,7 @@ class ElasticConfig:
         ValueError: if a value is out of its range.
     """
 
-    max_attempts: int = 10
+    max_start_attempts: int = 10
     """Limit of waits for workers, of failed replacements in a row, and of losses before a call."""
     backoff_initial_s: float = 1.0
     """Seconds before the second attempt. Each further wait is twice as long."""
@@ -35,7 +35,7 @@ class ElasticConfig:
     lost workers join without this wait."""
     driver_grace_s: float = 60.0
     """Seconds that driver and workers wait for each other when the driver can reach no worker."""
-    grow: bool = True
+    replace_workers: bool = True
     """Whether to replace lost workers, and to add missing ones when resources become free."""
     snapshot_every: Literal["auto", "epoch"] | int | None = "auto"
     """How often the driver copies the state, in case all workers are lost. ``"auto"``: as often as
@@ -51,10 +51,11 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         caller = "ElasticConfig"
-        set_fields(self, max_attempts=as_int(caller, "max_attempts", self.max_attempts, 1))
+        most = as_int(caller, "max_start_attempts", self.max_start_attempts, 1)
+        set_fields(self, max_start_attempts=most)
         for name in ("backoff_initial_s", "backoff_max_s", "resize_cooldown_s", "driver_grace_s"):
             check_number(caller, name, getattr(self, name))
-        check_flags(caller, grow=self.grow)
+        check_flags(caller, replace_workers=self.replace_workers)
         check_choice(caller, "global_batch", self.global_batch, ("keep", "scale"))
         if isinstance(self.shares, Mapping) and self.shares:
             for name, share in self.shares.items():

@@ -28,7 +28,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.group_builder import NO_SNAPSHOT, GroupBuilder
 from raysgd.elastic.group_record import GroupRecord
 from raysgd.elastic.group_rpc import AttemptResult, GroupRpc, GroupStatus, LostWorkers
-from raysgd.elastic.policies import Policy
+from raysgd.elastic.policies import RecoveryPolicy
 from raysgd.elastic.preemption import PreemptionMonitor
 from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshot_keeper import SnapshotKeeper
@@ -45,8 +45,9 @@ class Controller:
 
     `backend` is None with one worker. Each worker calls `hook` first. `timeout_s` limits the setup
     and the joining of a generation. With `supports_live_join`, replacement workers can join during
-    a call, as with operators. Otherwise workers are added only by a restart: in `grow`, or after a
-    loss. `on_start` is called after all workers have started, before they load a snapshot.
+    a call, as with operators. Otherwise workers are added only by a restart: after a loss, or in
+    `restart_with_more_workers`. `on_start` is called after all workers have started, before they
+    load a snapshot.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class Controller:
         self._group, self.members = group, group.members
         elastic = elastic or ElasticConfig()
         group.watch_hosts(elastic.driver_grace_s, interrupts_calls=supports_live_join)
-        self._policy = policy = Policy(
+        self._policy = policy = RecoveryPolicy(
             elastic=elastic,
             process_can_rejoin=backend is None or backend.process_can_rejoin,
             supports_live_join=supports_live_join,
-            may_grow=elastic.grow and not group.options.is_inline,
+            replaces_workers=elastic.replace_workers and not group.options.is_inline,
             keeps_snapshots=elastic.snapshot_every is not None,
         )
         # Pickle here, so that an error is raised before a worker starts.
@@ -180,9 +181,9 @@ class Controller:
         if not num_workers:
             return self._restart()
         if num_workers + len(joining) < self.record.num_required:
-            if not policy.may_grow:
-                shortage = self.record.describe_shortage()
-                raise self.record.make_error(f"{shortage}, and grow=False starts no replacements")
+            if not policy.replaces_workers:
+                why = "and replace_workers=False starts no replacements"
+                raise self.record.make_error(f"{self.record.describe_shortage()}, {why}")
             builder.await_workers()
             return AttemptResult(self.group_status)
         if self.group_status == "ready" and not joining and not leaving:
@@ -276,7 +277,7 @@ class Controller:
 
     # ---- methods for trainers
 
-    def grow(self) -> bool:
+    def restart_with_more_workers(self) -> bool:
         """Restart from the snapshot with more workers if they fit. Return whether it did.
 
         Also restart without preempted workers if enough other workers remain or fit.

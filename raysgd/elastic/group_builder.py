@@ -210,7 +210,7 @@ class GroupBuilder:
             if is_short and now >= deadline and not self.group.notices.is_ray_silent():
                 room, error = self.group.describe_demand(), self.starter.error
                 failure = f"{missing}, and replacements fail: {error}"
-                if num_waits == self.policy.elastic.max_attempts:
+                if num_waits == self.policy.elastic.max_start_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
                     raise self.record.make_error(failure if error else why, cause=error)
                 wait_s = policies.backoff_s(num_waits, self.policy.elastic)

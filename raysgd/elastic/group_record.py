@@ -11,7 +11,7 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
-from raysgd.elastic.policies import Policy, newest_status
+from raysgd.elastic.policies import RecoveryPolicy, newest_status
 from raysgd.errors import WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle
 class GroupRecord:
     """What trainers and components read of a group. `Controller` decides what follows."""
 
-    def __init__(self, group: ActorGroup, policy: Policy) -> None:
+    def __init__(self, group: ActorGroup, policy: RecoveryPolicy) -> None:
         self.group, self.policy = group, policy
         self.ranks: dict[WorkerHandle, int] = {}
         """Ranks of the members of the newest generation, including lost ones."""

@@ -14,7 +14,7 @@ _Member = TypeVar("_Member")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class RecoveryPolicy:
     """How a group continues after a failure. It does not change during a run."""
 
     elastic: ElasticConfig
@@ -24,7 +24,7 @@ class Policy:
     workers."""
     supports_live_join: bool
     """Whether workers can join a call and copy the state of the others, as with operators."""
-    may_grow: bool
+    replaces_workers: bool
     """Whether replacement workers may start."""
     keeps_snapshots: bool
     """Whether all workers can restart from a snapshot."""

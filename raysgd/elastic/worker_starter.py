@@ -138,7 +138,7 @@ class WorkerStarter:
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""
         self._crashes_in_row: dict[AnySlot | None, tuple[Phase, int]] = {}
         """By slot: the phase of the newest crashes of pending workers, and their number."""
-        self.starts_left = self.config.max_attempts
+        self.starts_left = self.config.max_start_attempts
         """Number of failed starts until no more workers start. A reset restores it."""
         self._next_starts: dict[AnySlot, float] = {}
         """When the slots that have failed may start another worker."""
@@ -156,11 +156,11 @@ class WorkerStarter:
     @property
     def may_join_later(self) -> bool:
         """Whether late workers can join after a start."""
-        return self.policy.survivors_stay and self.policy.may_grow
+        return self.policy.survivors_stay and self.policy.replaces_workers
 
     def advance_if_allowed(self) -> None:
-        """Advance the pending workers. Start missing ones if the group may grow."""
-        if self.policy.may_grow and self.policy.supports_live_join:
+        """Advance the pending workers. Start missing ones if the policy replaces workers."""
+        if self.policy.replaces_workers and self.policy.supports_live_join:
             self.advance()
 
     def expect_replacement(self, member: WorkerHandle) -> None:
@@ -173,13 +173,13 @@ class WorkerStarter:
 
     def reset_failures(self) -> None:
         """Reset the failures of pending workers, because their cause may be gone."""
-        self.starts_left, self._next_starts = self.config.max_attempts, {}
+        self.starts_left, self._next_starts = self.config.max_start_attempts, {}
         self.error = None
 
     def request_slots(self) -> bool:
-        """Request the missing slots if the group may grow. Return whether one is free."""
+        """Request the missing slots if the policy replaces workers. Return whether one is free."""
         is_full = len(self.group.members) >= self.group.options.num_workers
-        if is_full or not (self.policy.may_grow and self._has_cooled_down()):
+        if is_full or not (self.policy.replaces_workers and self._has_cooled_down()):
             return False
         self.group.request_slots()
         return any(slot.is_ready for slot in self.group.find_vacant_slots())
@@ -249,7 +249,7 @@ class WorkerStarter:
         """Discard a worker, and decide when its slot starts another one.
 
         After a crash, the slot does so immediately. After an exception, or several crashes in a row
-        in one phase, it waits, longer each time, and up to `max_attempts` times until a reset.
+        in one phase, it waits, longer each time, up to `max_start_attempts` times until a reset.
         An exception and repeated crashes in user code set `error`, which ends a start. A timeout
         does so only in the first start.
         """
@@ -262,7 +262,8 @@ class WorkerStarter:
             before, count = self._crashes_in_row.get(slot, (phase, 0))
             count = count + 1 if phase == before else 1
             self._crashes_in_row[slot] = phase, count
-            if count < (_MAX_SETUP_CRASHES if phase == "set up" else self.config.max_attempts):
+            most = _MAX_SETUP_CRASHES if phase == "set up" else self.config.max_start_attempts
+            if count < most:
                 return
             if handle is not None and phase in ("start", "set up"):  # these run user code
                 where = "setup" if phase == "set up" else "initialization_hook or an import"
@@ -275,7 +276,7 @@ class WorkerStarter:
                 )
         elif self.record.is_first_start or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
-        wait_s = backoff_s(self.config.max_attempts - self.starts_left, self.config)
+        wait_s = backoff_s(self.config.max_start_attempts - self.starts_left, self.config)
         self._next_starts[slot] = self.group.clock.monotonic() + wait_s
         # No worker can load a damaged state.
         uses_all = isinstance(error, CheckpointError) and self.starts_left > 0

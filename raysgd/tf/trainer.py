@@ -141,9 +141,9 @@ class TFTrainer(OperatorTrainer):
             return super().validate(num_steps, profile, reduce_results, info)
         steps = self._limits["steps"] if num_steps is None else num_steps
         run = self._dispatcher.validate(info, steps, profile, from_start=num_steps is None)
-        return (
-            use_old_names(run.metrics) if reduce_results else [*map(use_old_names, run.by_worker)]
-        )
+        if not reduce_results:
+            return [use_old_names(each) for each in run.by_worker]
+        return use_old_names(run.metrics)
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, in this process.

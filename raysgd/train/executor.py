@@ -279,7 +279,7 @@ class BackendExecutor:
                 run.checkpoints.save(results)
                 if run.growth_policy.may_grow_after(results[0]):
                     run.checkpoints.iteration = results[0].iteration
-                    run.controller.grow()
+                    run.controller.restart_with_more_workers()
                 if results[0].kind == "end":
                     run.return_values = [result.return_value for result in results]
                 elif results[0].kind == "report" and not run.skips_reports:
@@ -366,7 +366,7 @@ class BackendExecutor:
 
         These losses do not count against the retries of a run.
         """
-        most = self._elastic.max_attempts
+        most = self._elastic.max_start_attempts
         controller.run(Call(request=EndRunRequest(), method="run", max_retries=most))
 
     def _find_override(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:

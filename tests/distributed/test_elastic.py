@@ -44,7 +44,7 @@ class Rich(CountsBatches, Faulty):
 @pytest.fixture
 def refilled(module_cluster, tmp_path):
     """Two workers, both required. A replacement takes longer to start than the backoff."""
-    elastic = ElasticConfig(backoff_initial_s=0.05, backoff_max_s=0.05, max_attempts=1)
+    elastic = ElasticConfig(backoff_initial_s=0.05, backoff_max_s=0.05, max_start_attempts=1)
     with faulty_trainer(
         tmp_path,
         2,

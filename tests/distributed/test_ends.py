@@ -16,7 +16,7 @@ from tests.operators import NUM_SAMPLES
 
 @pytest.mark.slow("three workers start, and are lost one by one")
 def test_training_continues_without_replacements(ray_cluster, tmp_path):
-    with faulty_trainer(tmp_path, 3, elastic=ElasticConfig(grow=False)) as trainer:
+    with faulty_trainer(tmp_path, 3, elastic=ElasticConfig(replace_workers=False)) as trainer:
         start = trainer.state_dict()
         trainer.apply_all_operators(lambda op: setattr(op, "tokens_per_sample", 10))
         order(tmp_path, "train", 1, 3, "die")

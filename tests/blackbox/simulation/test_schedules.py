@@ -210,7 +210,7 @@ NO_ROOM = [
     room=st.sampled_from([4, 4, 2, 1]),
     schedule=schedules,
     calls=calls,
-    grow=st.sampled_from([True, True, True, False]),
+    replace_workers=st.sampled_from([True, True, True, False]),
     cooldown=st.sampled_from([0.0, 1.0, 10.0]),
     snapshot_every=st.sampled_from(["epoch", "epoch", None]),
     can_join=st.sampled_from([True, True, False]),
@@ -225,7 +225,7 @@ def test_whatever_happens_to_workers_steps_are_kept_and_calls_end(
     room,
     schedule,
     calls,
-    grow,
+    replace_workers,
     cooldown,
     snapshot_every,
     can_join,
@@ -239,11 +239,11 @@ def test_whatever_happens_to_workers_steps_are_kept_and_calls_end(
         num_workers,
         schedule,
         min_workers=min_workers,
-        grow=grow,
+        replace_workers=replace_workers,
         resize_cooldown_s=cooldown,
         snapshot_every=snapshot_every,
         can_join=can_join,
-        max_attempts=4,
+        max_start_attempts=4,
     )
     goal = 0
     for steps, max_retries in calls:
@@ -298,7 +298,7 @@ def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, can_join, re
     """The shutdown comes from another thread, a signal handler, or a callback."""
     world = World(room=3)
     world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
-    run = Run(world, 3, schedule, can_join=can_join, rejoins=rejoins, max_attempts=4)
+    run = Run(world, 3, schedule, can_join=can_join, rejoins=rejoins, max_start_attempts=4)
     ended_at, error = [], None
 
     def shut_down():

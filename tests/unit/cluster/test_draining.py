@@ -247,4 +247,4 @@ def test_workers_leave_for_replacements_and_at_their_deadlines(
 def test_a_group_grows_out_of_a_preempted_node_if_another_has_room(start, room):
     _, controller = start(room, min_workers=3, can_join=False)
     controller.drain(None, 0, 60.0)
-    assert controller.grow() == (room == 4)
+    assert controller.restart_with_more_workers() == (room == 4)

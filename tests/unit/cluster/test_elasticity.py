@@ -211,7 +211,7 @@ def test_death_during_a_join_counts_only_for_members_and_replacements_join_later
 
 
 def test_a_stopped_worker_is_lost_before_the_next_generation_forms(world):
-    controller = world.drive(3, grow=False).controller
+    controller = world.drive(3, replace_workers=False).controller
     stopped = controller.members[2]
     world.at_step(20, lambda: (setattr(stopped, "silent", True), world.lose(1)))
     assert run_until(controller, 100, max_retries=2) == [100]
@@ -221,7 +221,7 @@ def test_a_stopped_worker_is_lost_before_the_next_generation_forms(world):
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_a_worker_that_holds_the_gil_while_a_generation_forms_is_not_lost(world, when):
     """It answers nothing for longer than a stopped process may, and than a straggler may take."""
-    controller = world.drive(3, grow=False).controller
+    controller = world.drive(3, replace_workers=False).controller
     busy = controller.members[2]
     if when == "before":
         world.at_step(19, lambda: busy.hold_gil(80.0))
@@ -235,7 +235,7 @@ def test_a_worker_that_holds_the_gil_while_a_generation_forms_is_not_lost(world,
 
 
 def test_a_worker_that_answers_nothing_within_timeout_s_is_lost(world):
-    controller = world.drive(3, grow=False, timeout_s=30.0).controller
+    controller = world.drive(3, replace_workers=False, timeout_s=30.0).controller
     break_with_an_error(world, controller)
     controller.members[2].hold_gil(1000.0)
     assert run_until(controller, 100, max_retries=1) == [100] * 2
@@ -243,7 +243,7 @@ def test_a_worker_that_answers_nothing_within_timeout_s_is_lost(world):
 
 
 def test_a_worker_that_dies_is_lost_while_another_holds_the_gil(world):
-    controller = world.drive(3, grow=False).controller
+    controller = world.drive(3, replace_workers=False).controller
     doomed, busy = controller.members[1:]
     world.at_step(20, lambda: world.lose(0))
     world.on_meeting.append(
@@ -262,7 +262,7 @@ def break_with_an_error(world, controller):
 
 def test_endless_losses_before_a_call_raise_an_error(world):
     world.room = 30
-    controller = world.drive(30, grow=False, max_attempts=3).controller
+    controller = world.drive(30, replace_workers=False, max_start_attempts=3).controller
     break_with_an_error(world, controller)
 
     def lose_again():
@@ -502,7 +502,9 @@ def test_a_restart_waits_for_room_longer_each_time(world):
 
 
 def test_a_restart_without_room_fails_and_keeps_the_state(world):
-    controller = world.drive(3, min_workers=2, backoff_initial_s=0.5, max_attempts=3).controller
+    controller = world.drive(
+        3, min_workers=2, backoff_initial_s=0.5, max_start_attempts=3
+    ).controller
     run_until(controller, 15)
     world.room = 0
     lose_all(world)
@@ -548,7 +550,9 @@ def test_too_few_workers_wait_for_replacements(world):
 
 
 def test_call_fails_without_replacements_and_the_state_can_be_read(world):
-    controller = world.drive(3, min_workers=3, backoff_initial_s=0.5, max_attempts=3).controller
+    controller = world.drive(
+        3, min_workers=3, backoff_initial_s=0.5, max_start_attempts=3
+    ).controller
 
     def lose_with_its_node():
         world.room = 2
@@ -573,7 +577,9 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
 )
 def test_a_later_call_retries_replacements_that_failed(world, failing, error, num_tries, caplog):
     """The user may have fixed the cause of the error in `setup`."""
-    controller = world.drive(3, min_workers=3, backoff_initial_s=0.5, max_attempts=2).controller
+    controller = world.drive(
+        3, min_workers=3, backoff_initial_s=0.5, max_start_attempts=2
+    ).controller
     every_new(world, **{failing: error})
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match=f"min_workers=3, and replacements fail: {error}"):
@@ -592,17 +598,17 @@ def test_group_that_cannot_be_joined_grows_by_a_restart(world):
     started = []
     options = {"can_join": False, "on_start": lambda: started.append(len(world.driver.workers))}
     controller = world.drive(3, resize_cooldown_s=1.0, **options).controller
-    assert not controller.grow()
+    assert not controller.restart_with_more_workers()
     world.room = 3
-    assert not controller.grow()  # resize_cooldown_s is not over
+    assert not controller.restart_with_more_workers()  # resize_cooldown_s is not over
     world.sleep(1.5)
     controller.snapshots.store({"global_step": 7})
     world.kept_by_driver = 7
-    assert controller.grow()
+    assert controller.restart_with_more_workers()
     assert (len(controller.members), started) == (3, [2, 3])
     assert kinds(controller) == ["started", "grown"]
     assert run_until(controller, 9) == [9] * 3
-    assert not controller.grow()
+    assert not controller.restart_with_more_workers()
 
 
 def test_stopped_work_makes_the_next_call_form_a_new_generation(world):

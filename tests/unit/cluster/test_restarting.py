@@ -77,7 +77,7 @@ def silence(world, monkeypatch):
 
 
 def test_while_the_ray_head_is_silent_no_start_is_tried(world, silence, caplog):
-    controller = world.drive(2, rejoins=False, max_attempts=1).controller
+    controller = world.drive(2, rejoins=False, max_start_attempts=1).controller
     world.at_step(17, lambda: silence(world.monotonic() - 5, world.monotonic() + 30))
     world.at_step(17, lambda: lose_all(world))
     run_until(controller, 40, max_retries=2)
@@ -91,10 +91,10 @@ def test_leaving_workers_stay_while_no_worker_can_start(world, silence):
     controller.drain(None, 1, None)
     now = world.monotonic()
     silence(now - 5, now + 30)
-    assert not controller.grow()
+    assert not controller.restart_with_more_workers()
     assert len(controller.members) == 3
     world.sleep(30)
-    assert controller.grow()
+    assert controller.restart_with_more_workers()
 
 
 def test_a_group_restarts_to_grow_only_if_ray_can_start_workers(world, silence):

@@ -119,9 +119,9 @@ def test_a_loss_in_a_replay_is_a_retry_if_the_call_has_begun(world, has_begun):
 
 
 def test_without_replacements_too_few_survivors_end_the_call(world):
-    controller = world.drive(3, min_workers=3, grow=False).controller
+    controller = world.drive(3, min_workers=3, replace_workers=False).controller
     world.at_step(20, lambda: world.lose(1))
-    with pytest.raises(WorkerLostError, match=r"2 workers left, .*grow=False") as caught:
+    with pytest.raises(WorkerLostError, match=r"2 workers left, .*replace_workers=False") as caught:
         train(controller, max_retries=3)
     assert "OOM" in str(caught.value)
 

@@ -48,7 +48,7 @@ def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
 )
 def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after_s, most):
     controller = world.drive(
-        3, resize_cooldown_s=0.0, backoff_initial_s=2.0, max_attempts=5
+        3, resize_cooldown_s=0.0, backoff_initial_s=2.0, max_start_attempts=5
     ).controller
     lives_s = iter([after_s] * (most - 1) + [0.0] + [after_s] * most)
     began = []
@@ -74,7 +74,7 @@ def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_replacements_start_again_after_a_new_loss_and_in_a_later_call(world, is_lost):
     """Otherwise, waiting for min_workers would be useless."""
-    controller = world.drive(3, max_attempts=1).controller
+    controller = world.drive(3, max_start_attempts=1).controller
     every_new(world, setup_error=ValueError("no such file"))
     world.room = 3
     world.at_step(100, lambda: (world.on_new_worker.clear(), is_lost and world.lose(1)))
@@ -111,12 +111,14 @@ def test_each_restart_waits_half_a_second_for_late_workers(world):
     assert [event.seconds for event in restarts] == pytest.approx([expected] * 2, abs=0.2)
 
 
-@pytest.mark.parametrize(("grow", "grace_s"), [(True, 0.5), (False, 60.0)])
-def test_a_start_waits_half_a_second_for_the_successor_of_a_killed_worker(world, grow, grace_s):
+@pytest.mark.parametrize(("replace_workers", "grace_s"), [(True, 0.5), (False, 60.0)])
+def test_a_start_waits_half_a_second_for_the_successor_of_a_killed_worker(
+    world, replace_workers, grace_s
+):
     world.room = 3
     delay(world, 1.0, 1.0, 90.0)
     world.plan(0.5, lambda: world.workers[2].die("killed"))
-    controller = world.drive(3, min_workers=2, grow=grow).controller
+    controller = world.drive(3, min_workers=2, replace_workers=replace_workers).controller
     assert (len(world.workers), len(controller.members)) == (4, 2)
     assert world.now - 1000.0 == pytest.approx(1.0 + grace_s, abs=0.2)
 

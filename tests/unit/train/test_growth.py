@@ -54,7 +54,7 @@ def test_after_a_loss_between_a_checkpoint_and_its_report_growth_waits_for_the_n
 
     controller = executor._workers = executor._controller = SimpleNamespace(
         check_process=lambda: None,
-        grow=lambda: iterations.append(executor.checkpoints.iteration),
+        restart_with_more_workers=lambda: iterations.append(executor.checkpoints.iteration),
         members=[],
         run=run,
     )

@@ -24,7 +24,7 @@ from raysgd.train.callbacks import PrintCallback
 
 @pytest.fixture
 def trainer(tmp_path):
-    elastic = ElasticConfig(max_attempts=7, snapshot_every=None)
+    elastic = ElasticConfig(max_start_attempts=7, snapshot_every=None)
     return Trainer(BackendConfig(), num_workers=2, logdir=tmp_path, elastic=elastic)
 
 
@@ -185,10 +185,10 @@ def test_configs_reach_old_style_trials_and_fit(trainer):
     assert trial.trial_trainer({"x": 10}).train_loop_config == {"x": 10}
     bundles = trial.default_resource_request({"x": 10}).bundles
     assert bundles == [{"CPU": 1}] * 3  # its own process, and two workers
-    assert trial.trial_trainer({}).create_executor()._elastic.max_attempts == 7
-    failure = FailureConfig(max_failures=2, elastic=ElasticConfig(max_attempts=7))
+    assert trial.trial_trainer({}).create_executor()._elastic.max_start_attempts == 7
+    failure = FailureConfig(max_failures=2, elastic=ElasticConfig(max_start_attempts=7))
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=failure))
-    assert trainer.create_executor()._elastic.max_attempts == 7
+    assert trainer.create_executor()._elastic.max_start_attempts == 7
     rays = ray.train.FailureConfig(max_failures=2)
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=rays))
     assert trainer.create_executor()._elastic == ElasticConfig()
