@@ -60,10 +60,10 @@ def train(args, room=None):
         if room is not None:
             trainer.apply_all_workers(functools.partial(limit, room))
         trainer.train(num_steps=1 if args.smoke_test else None)
-        splits = [event for event in trainer.events if event.kind == "split"]
+        splits = [event for event in trainer.events if event.kind == "out_of_memory"]
         for event in splits:
             print(f"worker {event.ranks[0]} had no memory left at step {event.step}: {event.cause}")
-        print(f"{trainer.global_step} steps, at last with each batch in {trainer.split} parts")
+        print(f"{trainer.global_step} steps, at last with each batch in {trainer.num_splits} parts")
         assert bool(splits) == (room is not None)
         return torch.cat([each.detach().flatten() for each in trainer.get_model().parameters()])
 

@@ -266,7 +266,7 @@ def time_moves(num_workers, runs, step_s):
             job.await_steps(num_workers, 50, time.monotonic())
             begun = time.monotonic()
             job.trainer.drain(rank=run % num_workers, deadline_s=GIVE_UP_S)
-            job.await_event("moved", run + 1)
+            job.await_event("drained", run + 1)
             steps = job.await_steps(num_workers, 5, time.monotonic())
             times = [begun, *(moment for moment, _, _ in steps if moment > begun)]
             pause_s, moved = max((b - a, b) for a, b in itertools.pairwise(times))

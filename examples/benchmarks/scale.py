@@ -75,7 +75,7 @@ def time_calls(trainer, runs):
 
 def time_losses(trainer, runs):
     """Kill and replace the last worker `runs` times. Return the seconds of both."""
-    seconds = {"resumed": [], "grown": []}
+    seconds = {"regrouped": [], "grown": []}
     for _ in range(runs):
         seen = len(trainer.events)
         chaos.kill(trainer, trainer.num_workers - 1)
@@ -87,7 +87,7 @@ def time_losses(trainer, runs):
         for event in trainer.events[seen:]:
             if event.kind in seconds:
                 seconds[event.kind].append(event.seconds)
-    return {"resume": spread(seconds["resumed"]), "join": spread(seconds["grown"])}
+    return {"resume": spread(seconds["regrouped"]), "join": spread(seconds["grown"])}
 
 
 def time_group(num_workers, floats, calls, losses):

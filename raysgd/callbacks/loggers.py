@@ -119,7 +119,7 @@ def _common_fields(trainer: AnyTrainer, call: CallInfo) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "num_workers": trainer.num_workers,
     }
-    return record if trainer.split == 1 else {**record, "split": trainer.split}
+    return record if trainer.num_splits == 1 else {**record, "num_splits": trainer.num_splits}
 
 
 class ServiceLogger(LoggerCallback):

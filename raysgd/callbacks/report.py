@@ -22,7 +22,7 @@ LogLine = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
-_MARKS = {"lost": "lost", "grown": "joined", "moved": "joined", "restarted": "restarted"}
+_MARKS = {"lost": "lost", "grown": "joined", "drained": "joined", "restarted": "restarted"}
 """Kinds of events with their marks in the charts."""
 _MAX_GROUPS = 500
 """Number of groups of points or parts of a line. A browser cannot draw all of a long run."""

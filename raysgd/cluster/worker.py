@@ -40,16 +40,16 @@ class WorkerLocation:
     hostname: str = ""
 
 
-OutcomeKind = Literal["ok", "paused", "user", "communication", "interrupted", "cut off"]
+OutcomeKind = Literal["ok", "paused", "user_error", "communication_error", "interrupted", "cut_off"]
 
 
 @dataclass
 class Outcome:
     """The result of one call: a value, or an exception and its kind.
 
-    ``paused``: the call paused at the requested step. ``user``: user code raised.
-    ``communication``: a collective failed, probably because another worker failed.
-    ``interrupted``: the driver had interrupted the call. ``cut off``: the worker interrupted the
+    ``paused``: the call paused at the requested step. ``user_error``: user code raised.
+    ``communication_error``: a collective failed, probably because another worker failed.
+    ``interrupted``: the driver had interrupted the call. ``cut_off``: the worker interrupted the
     call because it lost the connection to the driver.
     """
 
@@ -226,7 +226,7 @@ class Worker:
         return DriverWatch(address, driver_grace_s, interrupt).start()
 
     def _interrupt_cut_off(self) -> None:
-        self._interruption = "cut off"
+        self._interruption = "cut_off"
         self.interrupt()
 
     def status(self, acknowledged_step: int = -1) -> WorkerStatus:
@@ -332,7 +332,7 @@ class Worker:
                 f"SystemExit: user code called sys.exit({error.code!r}). Return, or raise an "
                 "exception."
             )
-        kind: OutcomeKind = "user"
+        kind: OutcomeKind = "user_error"
         if isinstance(error, PausedError):
             return Outcome("paused", None, self._safe_status())
         advice = "" if self._backend is None else self._backend.advice(error)
@@ -341,11 +341,11 @@ class Worker:
         elif advice:
             error.add_note(advice)
         elif self._backend is not None and _has_cause(error, self._backend.is_communication_error):
-            kind = "communication"
+            kind = "communication_error"
         status, rank = self._safe_status(), self._context.world_rank
-        if min_splits and kind == "user":
+        if min_splits and kind == "user_error":
             error = _without_frames(error)  # its frames hold memory that the repeated call needs
-        if kind == "user":  # users often read only this line
+        if kind == "user_error":  # users often read only this line
             failure_place = status.process.failure_place
             where = f"Raised on worker {rank}", failure_place, last_frame(text)[0]
             notes = getattr(error, "__notes__", ())  # the error may have been raised before
@@ -356,7 +356,7 @@ class Worker:
         text = f"Raised on worker {rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
         bare = _without_frames(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
-        packed = _pack_error(bare) if kind == "user" else pack(_as_remote_error(bare))
+        packed = _pack_error(bare) if kind == "user_error" else pack(_as_remote_error(bare))
         return Outcome(kind, packed, status, text, min_splits)
 
     def _safe_status(self) -> WorkerStatus:

@@ -364,7 +364,7 @@ class OperatorTrainer(TrainerProperties):
         nodes that Ray drains, or workers that receive SIGTERM.
 
         Args:
-            node_id: the ID of a node in Ray, as in the ``nodes`` of events.
+            node_id: the ID of a node in Ray, as in the ``node_ids`` of events.
             rank: the current rank of one worker instead.
             deadline_s: seconds until the preemption; None to wait for a replacement.
 

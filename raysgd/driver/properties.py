@@ -65,7 +65,7 @@ class TrainerProperties:
     global_step: int = forward_to(
         "_reporter.position.global_step", "Finished training steps of all calls."
     )
-    split: int = forward_to(
+    num_splits: int = forward_to(
         "_controller.record.newest_status.updates.num_splits",
         "Micro-batches per batch, above 1 after memory ran out.",
     )

@@ -265,9 +265,9 @@ class CallExecutor:
             self.snapshots.await_changed_snapshot()
         if attempt.first_user_error is not None:
             member, outcome = attempt.first_user_error
-            if attempt.min_splits:
+            if num_splits := attempt.min_splits:
                 cause = repr(outcome.unpack())
-                self.record.add_event("split", [member], cause=cause, factor=attempt.min_splits)
+                self.record.add_event("out_of_memory", [member], cause=cause, num_splits=num_splits)
             elif result.error is not None:
                 self.record.add_event("user_error", [member], cause=repr(result.error))
         return result

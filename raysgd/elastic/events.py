@@ -9,15 +9,15 @@ __all__ = ["Event", "EventKind"]
 EventKind = Literal[
     "started",
     "lost",
-    "split",
-    "resumed",
+    "out_of_memory",
+    "regrouped",
     "grown",
     "restarted",
     "replacement_failed",
     "waiting",
     "user_error",
     "draining",
-    "moved",
+    "drained",
     "rebalanced",
 ]
 
@@ -32,14 +32,14 @@ class Event:
     """Generation in which the event happened."""
     ranks: tuple[int, ...]
     """World ranks of the affected workers in that generation. -1 for a worker that never joined."""
-    nodes: tuple[str, ...] = ()
+    node_ids: tuple[str, ...] = ()
     """Ray node IDs of those ranks."""
     step: int = 0
     """Number of committed steps that the driver knew of."""
     cause: str = ""
     """Reason of the event, from Ray or the exception."""
-    factor: int = 1
-    """For ``split``: the number of micro-batches per batch from then on."""
+    num_splits: int = 1
+    """For ``out_of_memory``: the number of micro-batches per batch from then on."""
     shares: tuple[float, ...] = ()
     """For ``rebalanced``: the new shares by rank. Their mean is 1."""
     old_shares: tuple[float, ...] = ()

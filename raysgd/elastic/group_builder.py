@@ -154,7 +154,7 @@ class GroupBuilder:
         self.collect_metrics(leaving)
         self.group.discard(*leaving)
         cause = "; ".join(f"a worker has left {member.name}" for member in leaving)
-        kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
+        kind: EventKind = ("drained" if cause else "grown") if joining else "regrouped"
         self.record.add_event(kind, joining or next_members, cause=cause, seconds=seconds)
 
     def collect_metrics(self, members: Sequence[WorkerHandle]) -> None:
@@ -184,7 +184,7 @@ class GroupBuilder:
         has_grown = 0 < num_before < len(members)
         kind: EventKind = "grown" if has_grown else "restarted"
         if why and len(members) >= num_before:
-            kind = "moved"
+            kind = "drained"
         seconds = self.group.clock.monotonic() - began
         concerned = members[num_before:] if has_grown else members
         self.record.add_event(kind, concerned, cause=why, seconds=seconds)

@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 _WARNINGS = {
     "lost": "Lost %(names)s: %(cause)s",
     "replacement_failed": "A replacement worker failed before it joined: %(cause)s",
-    "split": "Worker %(workers)s ran out of memory after step %(step)d. From now on, each batch is "
-    "split into %(factor)d micro-batches that make one update: %(cause)s",
+    "out_of_memory": "Worker %(workers)s ran out of memory after step %(step)d. From now on, each "
+    "batch is split into %(num_splits)d micro-batches that make one update: %(cause)s",
     "waiting": "%(cause)s. Waiting %(seconds).1f s for workers.",
-    "resumed": "Training continues with %(num_workers)d of %(max_workers)d workers, no step lost.",
+    "regrouped": "Training continues with %(num_workers)d of %(max_workers)d workers, no step "
+    "lost.",
     "grown": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d.",
-    "moved": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d; %(cause)s.",
+    "drained": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d; %(cause)s.",
     "restarted": "The workers restarted: %(num_workers)d of %(max_workers)d.",
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(names)s.",
 }
@@ -109,7 +110,7 @@ class GroupRecord:
         **values: Any,
     ) -> None:
         """Add an event with further `values` of `Event`, and log it."""
-        if kind in ("resumed", "restarted"):
+        if kind in ("regrouped", "restarted"):
             cause = cause or self._interruption
         self._interruption = ""
         num_workers, max_workers = len(self.group.members), self.group.options.num_workers
@@ -121,7 +122,7 @@ class GroupRecord:
             kind=kind,
             generation=self.generation,
             ranks=tuple(self.ranks.get(member, -1) for member in members),
-            nodes=tuple(member.location.node_id for member in members),
+            node_ids=tuple(member.location.node_id for member in members),
             step=self.newest_status.position.global_step,
             cause=without_secrets(cause),  # events are written to files and sent to servers
             num_workers=num_workers,
@@ -135,7 +136,7 @@ class GroupRecord:
             "names": ", ".join(names),
             "within": f" within {event.seconds:.0f} s" if event.seconds else "",
         }
-        if kind in _WARNINGS and (kind != "resumed" or num_workers < max_workers):
+        if kind in _WARNINGS and (kind != "regrouped" or num_workers < max_workers):
             logger.warning(_WARNINGS[kind], shown)
         else:
             logger.info(_OTHER, shown)

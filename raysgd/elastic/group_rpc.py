@@ -102,9 +102,9 @@ class Attempt:
             future = self.pending.pop(member)
             if (error := future.exception()) is None:
                 outcome = self.outcomes[member] = future.result()
-                if outcome.kind == "user" and self.first_user_error is None:
+                if outcome.kind == "user_error" and self.first_user_error is None:
                     self.first_user_error = (member, outcome)
-                elif outcome.kind == "cut off":
+                elif outcome.kind == "cut_off":
                     self.why_new_generation = outcome.exception()
             elif member.may_be_alive(error):  # its outcome will never come
                 self.why_new_generation = error

@@ -56,7 +56,7 @@ def test_a_loss_in_a_pause_costs_no_sample_and_its_events_reach_callbacks(fresh,
     (fresh.folder / "until_size").write_text("2")
     trainer.fit(1, None, callbacks=[spy, saving])
     check_epoch(trainer)
-    assert fresh.kinds == told(spy) == ["lost", "resumed", "grown"]
+    assert fresh.kinds == told(spy) == ["lost", "regrouped", "grown"]
     assert fresh.events[0].step == 10
     end = trainer.global_step
     assert steps(tmp_path / "checkpoints") == sorted({*range(5, end, 5), end})

@@ -48,7 +48,7 @@ def test_losses_joins_and_a_resume_on_one_worker_do_not_change_a_bit(module_clus
         trained = train(trainer, None)
         wait_until(lambda: trainer.num_workers == 2 or not trainer.validate(), 60)
         trained += train(trainer, 7)
-        assert [event.kind for event in trainer.events] == ["started", "lost", "resumed", "grown"]
+        assert [event.kind for event in trainer.events] == ["started", "lost", "regrouped", "grown"]
         assert trainer.apply_all_workers(os.getpid)[0] == survivor
         trainer.save(tmp_path / "model.pt")
     with killed_trainer(1, use_local=True) as alone:

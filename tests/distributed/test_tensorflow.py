@@ -187,7 +187,7 @@ def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
 
     wait_until(whole, timeout_s=90)
     kinds = [event.kind for event in trainer.events[num_events:]]
-    assert kinds == ["lost", "resumed", "grown"]
+    assert kinds == ["lost", "regrouped", "grown"]
     survivor, replacement = pids_of(trainer)
     assert survivor == before[0]
     assert replacement not in before

@@ -198,7 +198,7 @@ def test_short_cuts_and_stopped_processes_are_not_losses(run):
     head.send_signal(signal.SIGCONT)
     run.await_size(NUM_WORKERS, alone)
     events = run.end()
-    assert kinds(events) == ["lost", "resumed", "grown"], events
+    assert kinds(events) == ["lost", "regrouped", "grown"], events
     assert "its host closed the connection" in events[0][1]  # because its process has died
     assert "The Ray head does not answer" in run.log.read_text()
     assert run.call("workers").keys() == run.workers.keys()
@@ -217,7 +217,7 @@ def test_restarted_ray_head_costs_no_worker():
         killed = time.time()
         send([run.alone()[1]], signal.SIGKILL)
         run.await_size(NUM_WORKERS, run.await_size(NUM_WORKERS - 1, killed))
-        assert kinds(run.end()) == ["lost", "resumed", "grown"]
+        assert kinds(run.end()) == ["lost", "regrouped", "grown"]
 
 
 def send(processes, number):
@@ -239,7 +239,7 @@ def test_preempted_workers_leave_early_at_no_cost(run):
     wait_until(lambda: not worker.is_running(), 30)
     run.await_size(NUM_WORKERS - 1, moved)
     events = run.end()
-    assert kinds(events) == ["draining", "moved", "draining", "resumed", "grown"]
+    assert kinds(events) == ["draining", "drained", "draining", "regrouped", "grown"]
     causes = [cause for kind, cause in events if kind == "draining"]
     assert causes == ["Ray drains its node", "its process was sent SIGTERM"]
     assert run.redone(began) == 0

@@ -133,8 +133,8 @@ class Driver:
         """Train a number of steps, in a call that computes its goal itself."""
         request = TrainRequest(call_number=0)
         callback_list = CallbackList(self)
-        results = ResultReporter(self.controller, callback_list)
-        dispatcher = Dispatcher(self.controller, callback_list, "Trainer", results)
+        reporter = ResultReporter(self.controller, callback_list)
+        dispatcher = Dispatcher(self.controller, callback_list, "Trainer", reporter)
         make_request = partial(dispatcher._make_train_request, request, num_steps)
         call = Call(request=request, make_request=make_request, has_batches=True, can_pause=True)
         return self.controller.run(call)
@@ -369,7 +369,7 @@ class SimMember(WorkerHandle):
 
     def fail_to_talk(self):
         """End its step like a worker that has lost a peer."""
-        self.end("communication", ConnectionError("closed by peer"))
+        self.end("communication_error", ConnectionError("closed by peer"))
 
     def _status(self, acknowledged_step=-1):
         began = self.terminated_at
@@ -470,7 +470,7 @@ class SimMember(WorkerHandle):
                 self.step = task.request.state["global_step"]
                 self.weights = [self.step] * 2
                 error = task.request.state.get("error")
-                self.end("ok" if error is None else "user", error)
+                self.end("ok" if error is None else "user_error", error)
             else:
                 if self.is_at("train"):
                     self._begin_training()
@@ -478,7 +478,7 @@ class SimMember(WorkerHandle):
 
     def _begin_training(self):
         if self.condition == "damaged":
-            self.end("user", PartialStateError())
+            self.end("user_error", PartialStateError())
             return
         if self.is_from_setup:
             assert self.step == self._world.kept_by_driver, "a restart goes back further"
@@ -506,7 +506,7 @@ class SimMember(WorkerHandle):
             if took_s < self.setup_s:
                 return
             if self.setup_error is not None:
-                self.end("user", self.setup_error)
+                self.end("user_error", self.setup_error)
             else:
                 self.is_set_up = True
                 self.end("ok")
@@ -524,7 +524,7 @@ class SimMember(WorkerHandle):
     def train_one_step(self):
         error, self.error = self.error, None
         if error is not None:
-            self.end("user", error)
+            self.end("user_error", error)
             return
         assert self.weights == [self.step] * 2, "it trains on a partly updated state"
         (point, dies), self.failure = self.failure or (None, False), None
@@ -536,7 +536,7 @@ class SimMember(WorkerHandle):
         if counts:
             self._commit()
         if point is not None:
-            self.end("user", BadBatchError(f"raised in {point}"))
+            self.end("user_error", BadBatchError(f"raised in {point}"))
         else:
             self._check_goal()
 
@@ -572,7 +572,7 @@ class SimMember(WorkerHandle):
         self.pause = None
         self.num_joins += 1
         if self.join_error is not None:
-            self.end("user", self.join_error)
+            self.end("user_error", self.join_error)
             return
         if leader is None:
             self.step, self.is_set_up, self.is_from_setup = 0, True, True

@@ -185,7 +185,7 @@ def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
         ("spy", "on_exception", "ValueError"),
     ]
     trainer.train()
-    assert spy.calls[4:] == [("spy", "on_event", "resumed"), ("spy", "on_epoch_end", 1)]
+    assert spy.calls[4:] == [("spy", "on_event", "regrouped"), ("spy", "on_epoch_end", 1)]
     started, error, resumed = trainer.events
     assert (error.step, "bad batch" in error.cause) == (2, True)
     assert resumed.generation > started.generation

@@ -56,8 +56,8 @@ def test_the_run_folder_holds_metrics_and_events(make_trainer, tmp_path):
     (event,) = lines(folder / "events.jsonl")
     assert event["kind"] == "started"
     assert event["num_workers"] == 1
-    fields = {"kind", "generation", "ranks", "nodes", "step", "cause", "seconds", "time"}
-    assert fields | {"factor", "num_workers", "shares", "old_shares"} == set(event)
+    fields = {"kind", "generation", "ranks", "node_ids", "step", "cause", "seconds", "time"}
+    assert fields | {"num_splits", "num_workers", "shares", "old_shares"} == set(event)
     assert event["ranks"] == [0]
 
 

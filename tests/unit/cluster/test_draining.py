@@ -47,7 +47,7 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     before = controller.members[0]
     world.at_step(20, lambda: controller.drain(None, 0, 60.0))
     record = train(controller, 200)
-    assert kinds(controller) == ["draining", "moved"]
+    assert kinds(controller) == ["draining", "drained"]
     draining, moved = controller.events[1:]
     assert (draining.ranks, round(draining.seconds)) == ((0,), 60)
     assert before.name in moved.cause
@@ -78,7 +78,7 @@ def test_leaving_worker_that_dies_is_no_loss(start):
     world.at_step(20, lambda: controller.drain(None, 0, 60.0))
     world.on_meeting.append(lambda: before.die("its time is over"))
     record = train(controller, 200)
-    assert kinds(controller) == ["draining", "moved"]
+    assert kinds(controller) == ["draining", "drained"]
     assert (record.leaving_outcomes, record.losses.num_losses) == ([], 0)
 
 
@@ -87,7 +87,7 @@ def test_without_room_workers_leave_shortly_before_the_deadline(start):
     world.at_step(19, lambda: controller.drain(None, 2, None))
     world.at_step(20, lambda: controller.drain("node1", None, 20.0))
     train(controller, 600)
-    assert kinds(controller)[:2] == ["draining", "resumed"]
+    assert kinds(controller)[:2] == ["draining", "regrouped"]
     left = controller.events[2]
     assert "a worker has left" in left.cause
     assert left.num_workers == 2
@@ -100,7 +100,7 @@ def test_a_draining_node_gets_no_worker(start):
     node = controller.members[0].location.node_id
     world.at_step(20, lambda: controller.drain(node, None, 60.0))
     train(controller, 300)
-    assert kinds(controller) == ["draining", "moved"]  # both of its workers together
+    assert kinds(controller) == ["draining", "drained"]  # both of its workers together
     assert node not in {member.location.node_id for member in controller.members}
     assert len(controller.members) == 3
 
@@ -109,7 +109,7 @@ def test_a_worker_that_was_sent_sigterm_moves(start):
     world, controller = start(room=4)
     world.at_step(20, lambda: setattr(controller.members[1], "terminated_at", world.now - 4))
     train(controller, 200)
-    assert kinds(controller) == ["draining", "moved"]
+    assert kinds(controller) == ["draining", "drained"]
     draining = controller.events[1]
     assert draining.cause == "its process was sent SIGTERM"
     assert draining.seconds == pytest.approx(6, abs=1), "counts from the signal"
@@ -190,8 +190,13 @@ def test_a_more_urgent_notice_saves_and_a_later_one_does_not_revoke_the_save():
     [
         (lambda member: None, 3, [2, 3], ""),
         (lambda member: member.die("OOM"), 3, [2], ""),
-        (lambda member: member.end("user", ValueError("a")), 3, [2], "export_shards failed on"),
-        (lambda member: member.end("user", ValueError("a")), 0, [], "0: ValueError('a')"),
+        (
+            lambda member: member.end("user_error", ValueError("a")),
+            3,
+            [2],
+            "export_shards failed on",
+        ),
+        (lambda member: member.end("user_error", ValueError("a")), 0, [], "0: ValueError('a')"),
     ],
 )
 def test_shards_of_leaving_workers_arrive_although_another_one_fails(
@@ -221,7 +226,7 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(21, lambda: world.lose(1))
     record = train(controller, 200, max_retries=3)
-    assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
+    assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "regrouped"])
     assert record.losses.num_losses == 1
     assert len(controller.members) == 3
 

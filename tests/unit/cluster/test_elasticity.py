@@ -90,7 +90,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     with caplog.at_level(logging.INFO):
         outcomes = run_until(controller, 100, max_retries=1)
     assert outcomes == [100] * 3
-    assert kinds(controller) == ["started", "lost", "resumed", "grown"]
+    assert kinds(controller) == ["started", "lost", "regrouped", "grown"]
     assert set(survivors) < set(controller.members)
     assert [member.num_joins for member in controller.members if member not in survivors] == [1]
     assert world.trained == list(range(1, 101))
@@ -102,7 +102,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     first = controller.events[0].generation
     assert [e.generation - first for e in (lost, resumed, grown)] == [0, 1, 2]
     # workers of a node have adjacent ranks, so the replacement on node0 gets rank 1
-    assert grown.nodes == ("node0",)
+    assert grown.node_ids == ("node0",)
     assert grown.ranks == (1,)
     said = [(r.levelname, r.message) for r in caplog.records if re.search("orkers? 1", r.message)]
     assert [(level, message.partition(" on ")[0]) for level, message in said] == [
@@ -122,7 +122,7 @@ def test_the_progress_of_survivors_is_known_before_they_continue(world):
             controller.record.set_newest_status(
                 WorkerStatus()
             )  # the survivors have not answered yet
-        if event.kind == "resumed":
+        if event.kind == "regrouped":
             behind.append(event.step - controller.record.newest_status.position.global_step)
 
     controller.record.on_event = lambda: note
@@ -333,7 +333,7 @@ def test_a_replacement_joins_with_a_share_by_its_speed(world, mixed):
     every_new(world, speed=500.0)
     world.at_step(220, lambda: world.lose(1))
     run_until(mixed, 400, max_retries=1)
-    assert kinds(mixed)[2:] == ["lost", "resumed", "rebalanced", "grown", "rebalanced"]
+    assert kinds(mixed)[2:] == ["lost", "regrouped", "rebalanced", "grown", "rebalanced"]
     assert shares_of(mixed)[1:] == [(1.5, 0.5), (1.0, 1.667, 0.333)]
     assert mixed.events[-1].step == mixed.events[-2].step
 
@@ -617,7 +617,7 @@ def test_stopped_work_makes_the_next_call_form_a_new_generation(world):
     assert [member.interruptions for member in controller.members] == [1, 1]
     assert controller.group_status == "broken"
     assert run_until(controller, 5) == [5, 5]
-    assert kinds(controller) == ["started", "resumed"]
+    assert kinds(controller) == ["started", "regrouped"]
 
 
 def test_worker_that_does_not_stop_is_replaced(world):

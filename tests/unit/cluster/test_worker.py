@@ -160,7 +160,7 @@ def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
         (of_itself, r"a lock at \['lock'\]"),
     ):
         outcome = call(worker, value)
-        assert outcome.kind == "user"
+        assert outcome.kind == "user_error"
         with pytest.raises(TypeError, match=f"cannot send {shown} to the driver"):
             raise outcome.exception()
 
@@ -178,7 +178,7 @@ def test_in_the_drivers_process_nothing_is_pickled():
 def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worker):
     worker.rejoin(WorkerContext(world_rank=3, world_size=4), None, 0)
     outcome = pickle.loads(pickle.dumps(call(worker, fail_with(PlainError("bad batch")))))
-    assert outcome.kind == "user"
+    assert outcome.kind == "user_error"
     error = outcome.exception()
     assert type(error) is PlainError
     assert str(error) == "bad batch"
@@ -233,7 +233,7 @@ NO_EXCEPTIONS = [
 def test_every_base_exception_of_user_code_arrives_as_itself(worker, error):
     hook = pack(fail_with(error))
     for outcome in (call(worker, fail_with(error)), worker.create_runner(hook, None, None, [])):
-        assert outcome.kind == "user"
+        assert outcome.kind == "user_error"
         arrived = pickle.loads(pickle.dumps(outcome)).exception()
         assert type(arrived) is type(error)
         assert str(arrived) == "by hand"
@@ -246,7 +246,7 @@ def test_thread_of_the_driver_returns_every_base_exception(error):
     worker.create_runner(None, FakeRunner(), None, [])
     with ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(call, worker, fail_with(error), inline=True).result()
-    assert outcome.kind == "user"
+    assert outcome.kind == "user_error"
     assert outcome.exception() is error
     if isinstance(error, KeyboardInterrupt):  # Ctrl-C on the driver
         with pytest.raises(KeyboardInterrupt):
@@ -254,13 +254,13 @@ def test_thread_of_the_driver_returns_every_base_exception(error):
 
 
 def test_errors_caused_by_communication_count_as_communication(worker):
-    assert call(worker, fail_with(ConnectionError("peer"))).kind == "communication"
+    assert call(worker, fail_with(ConnectionError("peer"))).kind == "communication_error"
     first, second = PlainError("training failed"), PlainError("again")
     first.__cause__, second.__context__ = second, first
-    assert call(worker, fail_with(first), inline=True).kind == "user"
+    assert call(worker, fail_with(first), inline=True).kind == "user_error"
     second.__cause__ = ConnectionError("peer")
-    assert call(worker, fail_with(second), inline=True).kind == "communication"
-    assert call(worker, lambda: raise_after_a_lost_peer(PlainError())).kind == "communication"
+    assert call(worker, fail_with(second), inline=True).kind == "communication_error"
+    assert call(worker, lambda: raise_after_a_lost_peer(PlainError())).kind == "communication_error"
 
 
 def raise_after_a_lost_peer(error):
@@ -272,14 +272,14 @@ def raise_after_a_lost_peer(error):
 
 def test_an_error_with_advice_of_the_backend_is_a_user_error(worker):
     outcome = call(worker, lambda: raise_after_a_lost_peer(LookupError("a group of before")))
-    assert outcome.kind == "user"
+    assert outcome.kind == "user_error"
     assert outcome.exception().__notes__[0] == "Make it again."
 
 
 def test_consequence_of_another_error_arrives_as_text(worker):
     """Unpickling a TensorFlow error would import TensorFlow, which takes seconds."""
     outcome = call(worker, fail_with(ConnectionError("no answer")))
-    assert outcome.kind == "communication"
+    assert outcome.kind == "communication_error"
     told = outcome.exception()
     assert type(told) is RemoteError
     assert str(told) == "ConnectionError: no answer"
@@ -302,10 +302,10 @@ def test_an_interruption_and_a_pause_end_with_their_generation(worker):
     worker.rejoin(WorkerContext(generation=2), None, 0)
     pauses = [step for name, step, *_ in worker.runner.calls if name == "pause"]
     assert pauses == [9, None]
-    assert call(worker, fail_with(PlainError())).kind == "user"
+    assert call(worker, fail_with(PlainError())).kind == "user_error"
     worker.interrupt()
     worker._backend.setup = lambda *_: fail_with(PlainError())()
-    assert worker.rejoin(WorkerContext(generation=3), None, 0).kind == "user"
+    assert worker.rejoin(WorkerContext(generation=3), None, 0).kind == "user_error"
     worker._backend.setup = lambda context, _: worker.interrupt(context.generation)
     worker.rejoin(WorkerContext(generation=4), None, 0)
     assert call(worker, fail_with(PlainError())).kind == "interrupted"
@@ -318,7 +318,7 @@ def test_late_messages_do_not_affect_the_next_generation(worker):
     worker.interrupt(2)
     assert worker.pause_at(2, 9) == 4
     assert (worker.runner.calls, worker._backend.calls) == ([], [])
-    assert call(worker, fail_with(PlainError())).kind == "user"
+    assert call(worker, fail_with(PlainError())).kind == "user_error"
     assert worker.pause_at(3, 9) == 4
     worker.interrupt(4)  # for a generation that the worker is about to enter
     assert worker.runner.calls == [("pause", 9), ("interrupt", True)]
@@ -344,7 +344,7 @@ def test_next_generation_waits_for_messages_to_the_previous_one(worker):
         go_on.set()
         assert entered.result(10).kind == "ok"
     assert worker._backend.calls == ["interrupt", "teardown", ("setup", None)]
-    assert call(worker, fail_with(PlainError())).kind == "user"
+    assert call(worker, fail_with(PlainError())).kind == "user_error"
 
 
 # ---- pauses and snapshots
@@ -405,7 +405,7 @@ def test_what_the_driver_can_import_the_worker_can(worker, monkeypatch, tmp_path
 def test_a_failing_hook_is_an_error_and_leaves_no_runner():
     worker = Worker()
     outcome = worker.create_runner(fail_with(PlainError("no network here")), FakeRunner(), None, [])
-    assert outcome.kind == "user"
+    assert outcome.kind == "user_error"
     assert worker.runner is None
 
 

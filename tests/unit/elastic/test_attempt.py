@@ -24,9 +24,9 @@ def outcome(kind, payload=None, **values):
 
 
 OK, PAUSED = outcome("ok"), outcome("paused")
-CUT_OFF, INTERRUPTED = outcome("cut off", OSError()), outcome("interrupted", RuntimeError())
-NO_MEMORY = outcome("user", MemoryError(), min_splits=2)
-BAD_BATCH = outcome("user", ValueError())
+CUT_OFF, INTERRUPTED = outcome("cut_off", OSError()), outcome("interrupted", RuntimeError())
+NO_MEMORY = outcome("user_error", MemoryError(), min_splits=2)
+BAD_BATCH = outcome("user_error", ValueError())
 LOST = ray.exceptions.ActorDiedError()
 
 
@@ -60,10 +60,10 @@ def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again():
 
 def test_the_first_failure_in_time_is_the_one_to_raise():
     attempt, futures = attempt_of("a", "b")
-    futures["b"].set_result(outcome("user", ValueError("the reason")))
+    futures["b"].set_result(outcome("user_error", ValueError("the reason")))
     attempt.collect(0)
     assert attempt.has_failed
-    futures["a"].set_result(outcome("user", KeyError("a consequence")))
+    futures["a"].set_result(outcome("user_error", KeyError("a consequence")))
     attempt.collect(0)
     assert attempt.first_user_error[0] == "b"
     assert isinstance(attempt.make_error(), ValueError)

@@ -51,7 +51,7 @@ def test_a_user_error_is_raised_instead_of_the_broken_connections_it_causes(worl
 
     def fail():
         fail_all_to_talk([first, third])
-        world.plan(0.2, lambda: second.end("user", BadBatchError("the reason")))
+        world.plan(0.2, lambda: second.end("user_error", BadBatchError("the reason")))
 
     world.at_step(20, fail)
     with pytest.raises(BadBatchError, match="the reason"):
@@ -59,7 +59,7 @@ def test_a_user_error_is_raised_instead_of_the_broken_connections_it_causes(worl
     assert controller.group_status == "broken"
     assert (controller.events[-1].kind, controller.events[-1].ranks) == ("user_error", (1,))
     assert train(controller) == [40] * 3
-    assert kinds(controller) == ["started", "user_error", "resumed"]
+    assert kinds(controller) == ["started", "user_error", "regrouped"]
 
 
 def test_live_workers_that_cannot_communicate_raise_an_error(world):
@@ -75,10 +75,10 @@ def test_a_call_is_repeated_after_workers_were_cut_off_from_the_driver(world, me
     controller = world.drive(3).controller
     for member in controller.members:
         member.work_s = 1.0
-    world.plan(0.5, lambda: controller.members[0].end("cut off", OSError()))
+    world.plan(0.5, lambda: controller.members[0].end("cut_off", OSError()))
     if method == "train":
         assert train(controller) == [40] * 3
-        assert kinds(controller) == ["started", "resumed"]
+        assert kinds(controller) == ["started", "regrouped"]
     else:  # a call that must not be made twice
         with pytest.raises(CollectiveError):
             run(controller, "work")
@@ -188,7 +188,7 @@ def test_the_next_call_works_after_ctrl_c(world, is_deaf):
     assert train(controller) == [40] * 3
     assert ("lost" in kinds(controller)) == is_deaf
     causes = {e.kind: e.cause for e in controller.record.events}
-    assert causes["resumed"] == ("" if is_deaf else "interrupted by Ctrl-C")
+    assert causes["regrouped"] == ("" if is_deaf else "interrupted by Ctrl-C")
 
 
 def test_steps_lost_before_ctrl_c_in_a_restart_are_left_to_the_next_call(world):

@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "elastic_reference.md"
 
 
 def test_an_event_can_be_pickled_and_put_into_sets():
-    event = Event(kind="grown", generation=2, ranks=(1,), nodes=("a",), num_workers=3)
+    event = Event(kind="grown", generation=2, ranks=(1,), node_ids=("a",), num_workers=3)
     assert {event} == {pickle.loads(pickle.dumps(event))}
 
 

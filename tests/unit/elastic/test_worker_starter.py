@@ -144,7 +144,7 @@ def test_the_successor_of_a_worker_that_leaves_waits_although_its_slot_was_lost_
     run_until(controller, 100, max_retries=1)
     controller.drain(None, 2, 6.0)
     run_until(controller, 600)
-    assert kinds(controller)[-4:] == ["grown", "draining", "resumed", "grown"]
+    assert kinds(controller)[-4:] == ["grown", "draining", "regrouped", "grown"]
     left, grown = controller.events[-2:]
     assert (grown.step - left.step) * TICK_S == pytest.approx(10.0, abs=0.9)
 

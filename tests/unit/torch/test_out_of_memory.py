@@ -73,7 +73,7 @@ def local(operator_cls=Scarce, config=None, **arguments):
 
 
 def splits(trainer):
-    return [event.factor for event in trainer.events if event.kind == "split"]
+    return [event.num_splits for event in trainer.events if event.kind == "out_of_memory"]
 
 
 # ---- results equal those with more memory
@@ -130,7 +130,7 @@ def test_batches_are_split_until_they_fit(caplog):
         assert splits(trainer) == [2, 4]
         assert trainer.get_local_operator().sizes == [8, 4, *[2] * 8]
         kinds = [event.kind for event in trainer.events]
-        assert kinds == ["started", "split", "resumed", "split", "resumed"]
+        assert kinds == ["started", "out_of_memory", "regrouped", "out_of_memory", "regrouped"]
     (said,) = [r.getMessage() for r in caplog.records if "split into 4" in r.getMessage()]
     assert said.startswith("Worker 0 ran out of memory after step 0.")
     assert "CUDA out of memory." in said
@@ -157,7 +157,7 @@ def test_batches_of_an_iterable_are_split(accumulated):
         with local(Streamed, {"faults": faults, "accumulated": accumulated}) as trainer:
             measured = trainer.train()
             results.append((flat(trainer.get_model()), measured["train_loss"], measured))
-            assert trainer.split == (4 if faults else 1)
+            assert trainer.num_splits == (4 if faults else 1)
             assert trainer.get_local_operator().sizes.count(8) >= 1
     (weights, loss, before), (own_weights, own_loss, after) = results
     torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
@@ -251,7 +251,7 @@ def test_split_is_saved(tmp_path):
         trainer.load(tmp_path / "state.pt")
         trainer.train(num_steps=1)
         assert trainer.get_local_operator().sizes == [4, 4]
-        assert trainer.split == 2
+        assert trainer.num_splits == 2
         state = trainer.state_dict()
         for wrong in ([2], "x"):
             with pytest.raises(CheckpointError, match="data\\['split'\\]"):
@@ -470,6 +470,6 @@ def test_full_gpu_splits_batches(compiled, fill_gpu):
             if room is not None:
                 fill_gpu(room)
             loss = trainer.train()["train_loss"]
-            assert (trainer.split > 1) == (room is not None)
+            assert (trainer.num_splits > 1) == (room is not None)
             results.append((torch.tensor(loss), flat(trainer.get_model()).cpu()))
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
