@@ -39,7 +39,7 @@ class WorkerContext:
     local_world_size: int = 1
     node_rank: int = 0
     generation: int = 0
-    distributed: bool = False
+    has_process_group: bool = False
     """Whether a process group exists. With ``num_workers=1`` there is none."""
     num_cpus: float = 1
     shares: tuple[float, ...] | None = None

@@ -42,12 +42,12 @@ class BatchProgress(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """What a worker has measured. It adds `links`. `raysgd.elastic` reads it."""
+    """What a worker has measured. It adds `link_speeds`. `raysgd.elastic` reads it."""
 
     step_s: float = 0.0  # mean seconds per step, or 0 if unknown
     samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
     timing: PhaseTotals | None = None  # seconds of training by phase
-    links: Mapping[str, float] = {}  # bytes/s to the hosts of others
+    link_speeds: Mapping[str, float] = {}  # bytes/s to the hosts of others
     log_points: Sequence[LogPoint] = ()  # that the driver has not acknowledged
 
 
@@ -80,7 +80,7 @@ class ProcessStatus(NamedTuple):
 
     is_blocked_on_driver: bool = False  # or the worker's code has ended
     failure_place: str = ""  # step and batch where the newest request failed, as text
-    collective: int | None = None  # number of the collective that the worker waits for
+    current_collective: int | None = None  # number of the collective that the worker waits for
     terminated_s: float | None = None  # seconds since the process got SIGTERM
 
 

@@ -102,14 +102,14 @@ def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:
             (cause,) = cause.args
         if not isinstance(cause, BaseException):
             raise
-        where = f"Raised on worker {rank} on {member.name}:\n{error}"
+        where = f"Raised on worker {rank} on {member.node_name}:\n{error}"
         raise cause.with_traceback(None) from RemoteTraceback(where)
     except Exception as error:
         if not is_worker_failure(error):
             raise
         cause_text = exit_cause(error, member.location)
         raise WorkerLostError(
-            f"Lost worker {rank} on {member.name}: {cause_text}",
+            f"Lost worker {rank} on {member.node_name}: {cause_text}",
             rank=rank,
             node_id=member.location.node_id,
             cause=cause_text,

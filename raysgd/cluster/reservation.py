@@ -88,11 +88,11 @@ class Reservation:
     """Resources for workers: own placement groups, or the caller's group, as in a Tune trial."""
 
     def __init__(
-        self, group: PlacementGroup, indexes: Iterable[int], owned: bool, is_strict: bool = False
+        self, group: PlacementGroup, indexes: Iterable[int], is_owned: bool, is_strict: bool = False
     ) -> None:
         # Single requests cannot add or replace bundles with a strict placement strategy.
-        self._may_grow = owned and not is_strict
-        self.placement_groups = [group] if owned else []  # placement groups that raysgd requested
+        self._may_grow = is_owned and not is_strict
+        self.placement_groups = [group] if is_owned else []  # those that raysgd requested
         self.slots = [Slot(group, index) for index in indexes]
         self._rescheduled_since: dict[PlacementGroup, float] = {}
         self._is_released = False
@@ -189,7 +189,7 @@ def reserve(
         wait_s = max(deadline - time.monotonic() if size == min_workers else 0.0, SETTLE_S)
         group = _request_group([dict(bundle)] * size, placement_strategy, wait_s, is_wanted)
         if group is not None:
-            reservation = Reservation(group, range(size), owned=True, is_strict=is_strict)
+            reservation = Reservation(group, range(size), is_owned=True, is_strict=is_strict)
             return _extend(reservation, bundle, num_workers)
     raise _no_room_error(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
@@ -276,7 +276,7 @@ def _reserve_within(
             "Tuner, or wrap your function in tune.with_resources(...)."
         )
     _warn_of_missing(num_fitting, num_workers, bundle, "The placement group of this trainer has")
-    return Reservation(group, [-1] * min(num_fitting, num_workers), owned=False)
+    return Reservation(group, [-1] * min(num_fitting, num_workers), is_owned=False)
 
 
 def _warn_of_missing(number: int, wanted: int, bundle: Mapping[str, float], where: str) -> None:

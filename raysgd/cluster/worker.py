@@ -237,9 +237,9 @@ class Worker:
         if self._terminated_at is not None:
             process = process._replace(terminated_s=time.monotonic() - self._terminated_at)
         if backend is not None:
-            process = process._replace(collective=backend.collective())
+            process = process._replace(current_collective=backend.current_collective())
             if measured.timing is not None:
-                measured = measured._replace(links=backend.links())
+                measured = measured._replace(link_speeds=backend.link_speeds())
         return status._replace(measured=measured, process=process)
 
     def _record_sigterm(self) -> None:
@@ -335,7 +335,7 @@ class Worker:
         kind: OutcomeKind = "user_error"
         if isinstance(error, PausedError):
             return Outcome("paused", None, self._safe_status())
-        advice = "" if self._backend is None else self._backend.advice(error)
+        advice = "" if self._backend is None else self._backend.advice_for(error)
         if self._interruption is not None:
             kind = self._interruption
         elif advice:

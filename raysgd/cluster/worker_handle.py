@@ -63,7 +63,7 @@ class WorkerHandle(ABC):
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a user function in the work thread, and return a Ray reference."""
-        raise RuntimeError(f"{self.name}: this worker is not a Ray actor.")
+        raise RuntimeError(f"{self.node_name}: this worker is not a Ray actor.")
 
     @abstractmethod
     def kill(self) -> None: ...
@@ -78,14 +78,14 @@ class WorkerHandle(ABC):
 
     def signal(self, number: int) -> bool:
         """Send a signal to the worker's process. Return False if the process is gone."""
-        raise RuntimeError(f"{self.name}: this worker has no process of its own.")
+        raise RuntimeError(f"{self.node_name}: this worker has no process of its own.")
 
     def ask_if_stopped(self) -> Future[bool]:
         """Ask the worker's node whether the process is stopped, for example by SIGSTOP."""
         raise NotImplementedError  # a worker in the driver's process always answers
 
     @property
-    def name(self) -> str:
+    def node_name(self) -> str:
         if not self.location.node_ip:
             return "a node that is not known yet"
         return f"node {self.location.node_id[:8] or 'unknown'} ({self.location.node_ip})"

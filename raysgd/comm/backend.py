@@ -11,7 +11,7 @@ class CollectiveBackend(ABC):
     """Connects the workers of one generation.
 
     The driver creates one object with ``Class(name, timeout_s)`` and pickles it to each worker. For
-    each generation, the driver calls `prepare` once and sends the rendezvous to every worker.
+    each generation, the driver calls `create_rendezvous` once and sends the result to every worker.
 
     For PyTorch operators, `setup` must create the default process group of ``torch.distributed``.
     (``raysgd/torch/collectives.py`` handles Horovod.)
@@ -23,7 +23,7 @@ class CollectiveBackend(ABC):
     _server: Any = None  # of the rendezvous, on the driver
 
     @abstractmethod
-    def prepare(self, addresses: Sequence[str]) -> Any:
+    def create_rendezvous(self, addresses: Sequence[str]) -> Any:
         """Return the picklable rendezvous of one generation, on the driver.
 
         `addresses` are the IP addresses of the workers' nodes, by rank.
@@ -54,11 +54,11 @@ class CollectiveBackend(ABC):
     def is_communication_error(self, error: BaseException) -> bool:
         """Return whether `error` means that communication with another worker failed."""
 
-    def advice(self, error: BaseException) -> str:
+    def advice_for(self, error: BaseException) -> str:
         """Return advice if repeating the call would raise `error` again, otherwise ""."""
         return ""
 
-    def collective(self) -> int | None:
+    def current_collective(self) -> int | None:
         """Return the number of the collective that this worker waits in, or None.
 
         Runs in another thread than the collective. If this method always returns None, only the
@@ -66,7 +66,7 @@ class CollectiveBackend(ABC):
         """
         return None
 
-    def links(self) -> Mapping[str, float]:
+    def link_speeds(self) -> Mapping[str, float]:
         """Return recent bytes per second of sending to other hosts, by address.
 
         Runs in another thread than the collectives. Without values, raysgd cannot name a slow link.
@@ -74,7 +74,7 @@ class CollectiveBackend(ABC):
         return {}
 
     def close(self) -> None:
-        """Release the resources that `prepare` allocated. Runs on the driver."""
+        """Release the resources that `create_rendezvous` allocated. Runs on the driver."""
         server, self._server = self._server, None
         if server is not None:
             server.close()

@@ -156,8 +156,8 @@ class GlooGroup(ProcessGroup):
         "_running.num_begun", "Number of operations that this rank has started."
     )
 
-    def collective(self) -> int | None:
-        """See `CollectiveBackend.collective`."""
+    def current_collective(self) -> int | None:
+        """See `CollectiveBackend.current_collective`."""
         return self._running.oldest()
 
     def interrupt(self) -> None:

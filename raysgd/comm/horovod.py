@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from raysgd._internal.runner import WorkerContext
 from raysgd._internal.tracebacks import is_raised_by_user
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, worker_address
+from raysgd.comm.network import LOOPBACK, driver_address, interface_of, tcp_sockets, worker_address
 
 _CONNECT_S = 30  # timeout of connecting to workers that are all present
 _POLL_S = 0.05  # longest delay until the rendezvous server stops
@@ -58,7 +58,7 @@ class HorovodBackend(CollectiveBackend):
         self._own_connections: set[_Connection] = set()
         self._env: dict[str, str] = {}
 
-    def prepare(self, addresses: Sequence[str]) -> HorovodRendezvous:
+    def create_rendezvous(self, addresses: Sequence[str]) -> HorovodRendezvous:
         from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -104,9 +104,9 @@ class HorovodBackend(CollectiveBackend):
         return importlib.import_module(f"horovod.{self._framework}")
 
     def interrupt(self) -> None:
-        for endpoint in endpoints():
-            if (endpoint.local, endpoint.remote) in self._own_connections:
-                endpoint.shut_down()
+        for tcp_socket in tcp_sockets():
+            if (tcp_socket.local, tcp_socket.remote) in self._own_connections:
+                tcp_socket.shut_down()
 
     def teardown(self) -> None:
         self._own_connections = set()
@@ -174,4 +174,4 @@ def horovod_environment(
 
 
 def _connections() -> set[_Connection]:
-    return {(each.local, each.remote) for each in endpoints() if each.remote is not None}
+    return {(each.local, each.remote) for each in tcp_sockets() if each.remote is not None}

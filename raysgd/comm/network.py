@@ -67,7 +67,7 @@ def shut_down(connection: socket.socket) -> None:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class TcpSocket:
     """A TCP socket of this process. `remote` is None if it listens."""
 
     descriptor: int
@@ -102,7 +102,7 @@ def _borrowing(descriptor: int) -> Iterator[socket.socket]:
         sock.detach()  # the descriptor stays open
 
 
-def endpoints() -> list[Endpoint]:
+def tcp_sockets() -> list[TcpSocket]:
     """Return the TCP sockets of this process. The table of the kernel can miss some of them."""
     sockets = []
     for name in os.listdir("/dev/fd"):
@@ -114,9 +114,9 @@ def endpoints() -> list[Endpoint]:
                 continue
             listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             remote = None if listens else sock.getpeername()[:2]
-            sockets.append(Endpoint(int(name), sock.getsockname()[:2], remote))
+            sockets.append(TcpSocket(int(name), sock.getsockname()[:2], remote))
     return sockets
 
 
-def listeners() -> set[tuple[str, int]]:
-    return {endpoint.local for endpoint in endpoints() if endpoint.remote is None}
+def listening_addresses() -> set[tuple[str, int]]:
+    return {tcp_socket.local for tcp_socket in tcp_sockets() if tcp_socket.remote is None}

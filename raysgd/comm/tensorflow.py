@@ -38,7 +38,7 @@ class TensorflowBackend(CollectiveBackend):
         self._has_warned = False
         self._reserved_port: socket.socket | None = None
 
-    def prepare(self, addresses: Sequence[str]) -> Address:
+    def create_rendezvous(self, addresses: Sequence[str]) -> Address:
         """Return the address of the store where the workers exchange their addresses."""
         if not self._has_warned and len(addresses) > 1:
             self._has_warned = True
@@ -108,7 +108,7 @@ class TensorflowBackend(CollectiveBackend):
             return False
         return type(error).__name__ in _LOST or any(sign in str(error) for sign in _SIGNS)
 
-    def advice(self, error: BaseException) -> str:
+    def advice_for(self, error: BaseException) -> str:
         text = "Keras 3 cannot fit with this strategy. Install tf_keras, and set "
         is_known = isinstance(error, ValueError) and "PerReplica" in str(error)
         return text + "TF_USE_LEGACY_KERAS=1 before the script starts." if is_known else ""

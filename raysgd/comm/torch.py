@@ -24,10 +24,10 @@ from raysgd.comm.mesh import PeerMesh
 from raysgd.comm.network import (
     LOOPBACK,
     driver_address,
-    endpoints,
     interface_of,
     interfaces,
-    listeners,
+    listening_addresses,
+    tcp_sockets,
     worker_address,
 )
 from raysgd.comm.rendezvous import StoreClient, StoreServer
@@ -118,7 +118,7 @@ class TorchCollectiveBackend(CollectiveBackend):
         self._sent: dict[str, tuple[int, float]] = {}
         self._links_at = math.inf  # no links within one host
 
-    def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
+    def create_rendezvous(self, addresses: Sequence[str]) -> TorchRendezvous:
         self.close()
         host = driver_address(addresses)
         self._server = StoreServer(host)
@@ -161,7 +161,7 @@ class TorchCollectiveBackend(CollectiveBackend):
         # Wait for all workers here: this wait can be interrupted, and its error names late ranks.
         address = None if self._mesh is None else self._mesh.address
         mesh_addresses = _all_gather(store, "here", context, address)
-        before = listeners()
+        before = listening_addresses()
         # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
         rank, size = context.world_rank, context.world_size
@@ -176,17 +176,17 @@ class TorchCollectiveBackend(CollectiveBackend):
         assert dist.group.WORLD is not None
         dist.group.WORLD.set_timeout(self._timeout)
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
-        opened = _all_gather(store, "listening", context, sorted(listeners() - before))
+        opened = _all_gather(store, "listening", context, sorted(listening_addresses() - before))
         self._listening = {tuple(address) for of_rank in opened for address in of_rank}
         if driver_host != LOOPBACK:
             self._links_at = 0.0
 
     def interrupt(self) -> None:
         # The threads of gloo react only to their sockets, not to ``abort``.
-        for endpoint in endpoints():
-            ends = {endpoint.local, endpoint.remote}
-            if endpoint.remote is not None and not self._listening.isdisjoint(ends):
-                endpoint.shut_down()
+        for tcp_socket in tcp_sockets():
+            ends = {tcp_socket.local, tcp_socket.remote}
+            if tcp_socket.remote is not None and not self._listening.isdisjoint(ends):
+                tcp_socket.shut_down()
         for waiting in (self._client, self._mesh, self._group):
             if waiting is not None:
                 waiting.interrupt()
@@ -194,11 +194,11 @@ class TorchCollectiveBackend(CollectiveBackend):
             # The public `abort` of a group spares the groups of user code.
             dist.distributed_c10d._abort_process_group()
 
-    def collective(self) -> int | None:
+    def current_collective(self) -> int | None:
         group = self._group
-        return None if group is None else group.collective()
+        return None if group is None else group.current_collective()
 
-    def links(self) -> Mapping[str, float]:
+    def link_speeds(self) -> Mapping[str, float]:
         now = time.monotonic()
         if now >= self._links_at + _LINKS_EVERY_S:
             self._links_at = now
@@ -209,7 +209,7 @@ class TorchCollectiveBackend(CollectiveBackend):
     def _measure_links(self) -> None:
         meshed = () if self._mesh is None else self._mesh.local_addresses()
         sent: dict[str, tuple[int, float]] = {}
-        for each in endpoints():
+        for each in tcp_sockets():
             ends = (each.local, each.remote)
             is_ours = each.local in meshed or not self._listening.isdisjoint(ends)
             if is_ours and each.remote is not None and each.remote[0] != each.local[0]:
@@ -234,7 +234,7 @@ class TorchCollectiveBackend(CollectiveBackend):
             return isinstance(error, dist.DistError)
         return any(sign in str(error) for sign in _SIGNS) and not is_raised_by_user(error)
 
-    def advice(self, error: BaseException) -> str:
+    def advice_for(self, error: BaseException) -> str:
         if not isinstance(error, ValueError) or not any(sign in str(error) for sign in _STALE):
             return ""
         return (

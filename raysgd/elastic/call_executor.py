@@ -63,10 +63,10 @@ class HangDetector:
         """
         now = self._clock.monotonic()
         known, unknown = {m: p.process for m, p in statuses.items()}, ProcessStatus()
-        waiting = {m: known.get(m, unknown).collective for m in self._attempt.pending}
-        returned = {m: known.get(m, unknown) for m in self._attempt.outcomes}
+        waiting = {m: known.get(m, unknown).current_collective for m in self._attempt.pending}
+        returned = [known.get(member, unknown) for member in self._attempt.outcomes]
         # A worker that has returned may have started a collective that is still running.
-        are_idle = all(p.is_blocked_on_driver and p.collective is None for p in returned.values())
+        are_idle = all(p.is_blocked_on_driver and p.current_collective is None for p in returned)
         if not (returned and are_idle) or None in waiting.values():
             self._collectives = {}
         elif waiting != self._collectives:
@@ -74,9 +74,9 @@ class HangDetector:
         elif now - self._waiting_since >= _BLOCKED_S:
             return (
                 f"Workers {list_ranks(self._ranks, waiting)} wait in a collective for workers "
-                f"{list_ranks(self._ranks, returned)}, which have returned, or reported or saved "
-                "more often. All workers must train, communicate, report, and save equally often "
-                "and in the same order."
+                f"{list_ranks(self._ranks, self._attempt.outcomes)}, which have returned, or "
+                "reported or saved more often. All workers must train, communicate, report, and "
+                "save equally often and in the same order."
             )
         return None
 
@@ -93,7 +93,7 @@ class HangDetector:
             self._clock.wait(futures.values(), _STACKS_S)
             received, none = results_of(futures), "no answer: the process is stopped or gone"
             stacks = [
-                f"Worker {self._ranks[member]} on {member.name}:\n{received.get(member, none)}"
+                f"Worker {self._ranks[member]} on {member.node_name}:\n{received.get(member, none)}"
                 for member in futures
             ]
             logger.warning("No batch finished for %.0f s. %s", waited_s, "\n".join(stacks))

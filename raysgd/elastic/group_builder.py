@@ -153,7 +153,7 @@ class GroupBuilder:
         seconds = self.group.clock.monotonic() - began
         self.collect_metrics(leaving)
         self.group.discard(*leaving)
-        cause = "; ".join(f"a worker has left {member.name}" for member in leaving)
+        cause = "; ".join(f"a worker has left {member.node_name}" for member in leaving)
         kind: EventKind = ("drained" if cause else "grown") if joining else "regrouped"
         self.record.add_event(kind, joining or next_members, cause=cause, seconds=seconds)
 
@@ -171,7 +171,7 @@ class GroupBuilder:
     def restart(self) -> None:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self.group.clock.monotonic(), self.record.is_first_start
-        why = "; ".join(f"a worker has left {member.name}" for member in self.group.preempted())
+        why = "; ".join(f"a worker has left {each.node_name}" for each in self.group.preempted())
         num_before = len(self.group.members)
         self.group.discard(*self.group.members)
         self.starter.begin_start()
@@ -298,12 +298,13 @@ class GroupBuilder:
         assigned = policies.assign_contexts(
             [member.location for member in members],
             generation=self.record.generation,
-            distributed=self.backend is not None,
+            has_process_group=self.backend is not None,
             num_cpus=self.group.options.num_cpus,
         )
         shares = self.share_balancer.configured_for(members)
         contexts = {m: replace(c, shares=shares) for m, c in zip(members, assigned, strict=True)}
-        rendezvous = self.backend and self.backend.prepare([m.location.node_ip for m in members])
+        addresses = [member.location.node_ip for member in members]
+        rendezvous = self.backend and self.backend.create_rendezvous(addresses)
         if leader is None:
             self.starter.record_set_up(contexts)
             futures = {m: m.submit_work(Worker.setup, c, rendezvous) for m, c in contexts.items()}

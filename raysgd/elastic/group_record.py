@@ -114,7 +114,7 @@ class GroupRecord:
             cause = cause or self._interruption
         self._interruption = ""
         num_workers, max_workers = len(self.group.members), self.group.options.num_workers
-        names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
+        names = [f"worker {self.ranks.get(member, -1)} on {member.node_name}" for member in members]
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self.policy.survivors_stay else 0
             self.call.losses.causes.append(f"{names[0]}: {cause}")

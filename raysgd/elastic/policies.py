@@ -41,7 +41,11 @@ class RecoveryPolicy:
 
 
 def assign_contexts(
-    locations: Sequence[WorkerLocation], *, generation: int, distributed: bool, num_cpus: float
+    locations: Sequence[WorkerLocation],
+    *,
+    generation: int,
+    has_process_group: bool,
+    num_cpus: float,
 ) -> list[WorkerContext]:
     """Assign ranks: world ranks in the order of `locations`, local ranks by node.
 
@@ -64,7 +68,7 @@ def assign_contexts(
                 local_world_size=len(ranks),
                 node_rank=node_rank,
                 generation=generation,
-                distributed=distributed,
+                has_process_group=has_process_group,
                 num_cpus=num_cpus,
                 is_in_driver=location.is_in_driver,
                 node_ip=location.node_ip,

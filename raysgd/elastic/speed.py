@@ -112,12 +112,12 @@ class Bottleneck(NamedTuple):
 def find_bottleneck(
     workers: Sequence[WorkerSpeed],
     since_step: int = 0,
-    links: Mapping[tuple[str, str], float] | None = None,
+    link_speeds: Mapping[tuple[str, str], float] | None = None,
 ) -> Bottleneck | None:
     """Return why training is slow, or None if nothing is wrong.
 
-    `links` are bytes per second from host to host. Workers wait for each other in each step. So the
-    slowest worker computes longest and waits least.
+    `link_speeds` are bytes per second from host to host. Workers wait for each other in each step.
+    So the slowest worker computes longest and waits least.
     """
     since = f" since step {since_step:,}"
     if len(workers) > 1 and (found := _find_straggler(workers, since)):
@@ -127,7 +127,7 @@ def find_bottleneck(
     phase = max(least_s, key=lambda name: least_s[name] / _MIN_FRACTIONS[name])
     if least_s[phase] < max(_MIN_FRACTIONS[phase] * step_s, _MIN_STEP_S):
         return None
-    rank, why = _find_slow_link(workers, links or {}) if phase == "wait" else (None, "")
+    rank, why = _find_slow_link(workers, link_speeds or {}) if phase == "wait" else (None, "")
     advice = _ADVICE_FOR_ALL[phase].format(
         percent=f"{100 * least_s[phase] / step_s:.0f} % of the",
         since=since,
@@ -170,13 +170,13 @@ def _advice_for_loader(worker: WorkerSpeed) -> str:
 
 
 def _find_slow_link(
-    workers: Sequence[WorkerSpeed], links: Mapping[tuple[str, str], float]
+    workers: Sequence[WorkerSpeed], link_speeds: Mapping[tuple[str, str], float]
 ) -> tuple[int | None, str]:
     """Return the rank of a worker with a slow connection, or None, and who waits for what."""
     best, slowest = _LINK_FACTOR, None
     for host in {each.host for each in workers}:
-        own = max((rate for hosts, rate in links.items() if host in hosts), default=0.0)
-        rest = [rate for hosts, rate in links.items() if host not in hosts]
+        own = max((rate for hosts, rate in link_speeds.items() if host in hosts), default=0.0)
+        rest = [rate for hosts, rate in link_speeds.items() if host not in hosts]
         if own and rest and statistics.median(rest) >= best * own:
             best, slowest = statistics.median(rest) / own, (host, own, statistics.median(rest))
     if slowest is None:

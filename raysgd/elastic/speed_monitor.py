@@ -32,7 +32,7 @@ class SpeedMonitor:
         self._window_start: _ByWorker = {}  # by rank
         self._num_windows: Counter[tuple[str, int | None] | None] = Counter()
         """Numbers of windows by their phase and rank, or None for a window that is not slow."""
-        self._links: dict[tuple[str, str], float] = {}  # bytes/s by hosts
+        self._link_speeds: dict[tuple[str, str], float] = {}  # bytes/s by hosts
         self._starts: dict[str, tuple[PhaseTotals, _ByWorker]] = {}  # by kind
         self._step = 0  # the newest that workers have reported
         self._saved_s = 0.0
@@ -57,9 +57,10 @@ class SpeedMonitor:
             return
         self._step = max(each.position.global_step for each in statuses.values())
         for member, each in measured.items():
-            self._links |= {(member.location.node_ip, ip): rate for ip, rate in each.links.items()}
+            host, speeds = member.location.node_ip, each.link_speeds
+            self._link_speeds |= {(host, address): rate for address, rate in speeds.items()}
         if members != list(self._group_start):
-            self._links.clear()
+            self._link_speeds.clear()
             new = self._with_saves(PhaseTotals())
             self._group_start = self._window_start = {m: self._newest.get(m, new) for m in members}
             self._num_windows.clear()
@@ -67,7 +68,7 @@ class SpeedMonitor:
         self._newest = {member: self._with_saves(each) for member, each in timings.items()}
         workers = _speeds(self._window_start, self._newest)
         if _seconds(workers) >= _WINDOW_S and all(worker.num_steps for worker in workers):
-            found = find_bottleneck(workers, 0, self._links)
+            found = find_bottleneck(workers, 0, self._link_speeds)
             self._num_windows[None if found is None else found[:2]] += 1
             self._window_start = self._newest
 
@@ -87,7 +88,7 @@ class SpeedMonitor:
         return SpeedReport(workers=workers, since_step=since, advice=advice)
 
     def _advice(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
-        found = find_bottleneck(workers, since_step, self._links)
+        found = find_bottleneck(workers, since_step, self._link_speeds)
         if found is None or any(each.num_steps < _MIN_STEPS for each in workers):
             return ""
         if found.phase != "save" and self._num_windows[found[:2]] < 0.6 * self._num_windows.total():

@@ -90,7 +90,7 @@ class PendingWorker:
             (alone,) = assign_contexts(
                 [handle.location],
                 generation=0,
-                distributed=self.group.options.num_workers > 1,
+                has_process_group=self.group.options.num_workers > 1,
                 num_cpus=self.group.options.num_cpus,
             )
             self.context = replace(alone, world_rank=self.rank, world_size=self.size, is_alone=True)
@@ -269,7 +269,7 @@ class WorkerStarter:
                 where = "setup" if phase == "set up" else "initialization_hook or an import"
                 self.error = WorkerLostError(
                     f"Worker {worker.rank} died {count} times in a row in {where}, the last "
-                    f"time on {handle.name}: {cause}",
+                    f"time on {handle.node_name}: {cause}",
                     rank=worker.rank,
                     node_id=handle.location.node_id,
                     cause=cause,

@@ -96,7 +96,7 @@ class Loop:
         for feature in train_state.features:
             feature.check_parameters()  # user code can change parameters during the call
             feature.end_call()
-        if train_state.context.distributed:
+        if train_state.context.has_process_group:
             for feature in train_state.features:
                 feature.sync_buffers()
         return self.recorder.result()

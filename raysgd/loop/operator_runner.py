@@ -61,7 +61,7 @@ class OperatorRunner(Runner, ABC):
         loop, train_state = self._hosted_loop, self._train_state
         position = train_state.position_to_save()
         train_state.begin_generation(context)
-        state = load_from_leader(loop, leader_rank) if context.distributed else None
+        state = load_from_leader(loop, leader_rank) if context.has_process_group else None
         train_state.lacks_state = False
         if train_state.position_to_save() != position:
             loop.source.discard_unread()  # otherwise, the next segment may continue it

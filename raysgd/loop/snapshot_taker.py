@@ -83,7 +83,7 @@ class SnapshotTaker:
         if self._every is None or (must_agree and not is_collective):
             return
         due = train_state.placement.is_in_sync and (self._is_needed or self._decide_due())
-        if must_agree and context.distributed:
+        if must_agree and context.has_process_group:
             # The clocks of the ranks differ, but all shards must be of one step.
             due = bool(train_state.collectives.all_reduce_min(int(due))[0])
         if due and (has_shards or not self._is_sending):

@@ -104,7 +104,7 @@ class HorovodCollectives(KerasCollectives):
 
 def create_collectives(settings: KerasSettings) -> KerasCollectives:
     context = settings.context
-    if not context.distributed:
+    if not context.has_process_group:
         return KerasCollectives()
     if settings.options.use_horovod:
         return HorovodCollectives(context.world_size, context.world_rank)

@@ -63,6 +63,6 @@ def features_of(
     yield own.averaging  # averages of the weights
     if options.elastic.shares == "measured":
         yield ThroughputMeter(train_state)  # for shares that follow speed
-    if options.guard is not None and train_state.settings.context.distributed:
+    if options.guard is not None and train_state.settings.context.has_process_group:
         yield ReplicaGuard(train_state, own.averaging, options.guard)  # comparisons of the replicas
     yield own.unregistered_tensors  # warnings about tensors that are not registered

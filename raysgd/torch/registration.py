@@ -62,7 +62,7 @@ def register(
         check_step_freq(train_state.schedulers, train_state.scheduler_step_freq)
     if warning := check_related(modules, train_state.optimizers, train_state.schedulers):
         train_state.settings.warn_once("untrained", "%s", warning)
-    distributed = train_state.settings.context.distributed
+    distributed = train_state.settings.context.has_process_group
     strategy = STRATEGIES[strategy_name(options, sharding, distributed)]
     train_state.models = modules
     train_state.placement = strategy.new_placement(train_state, sharding_args)

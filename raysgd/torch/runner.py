@@ -56,7 +56,7 @@ class TorchRunner(OperatorRunner):
             refuse_triton()
         device = _choose_device(bool(self._options.use_gpu), context)
         operator = build_operator(operator_cls, config, TorchSettings(device=device, **arguments))
-        if context.distributed:
+        if context.has_process_group:
             report = operator._update_features.checks.refuse_collective
             watch_user_collectives(report, self.restoring.callback)
         self.start_operator(operator, TorchStateAccess(operator._train_state))

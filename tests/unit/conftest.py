@@ -16,8 +16,8 @@ SMALL = {"num_samples": 40, "batch_size": 8}
 def process_group():
     """Create a gloo process group with one worker."""
     backend = create_backend("gloo", 30)
-    context = WorkerContext(distributed=True)
-    backend.setup(context, backend.prepare(["127.0.0.1"]))
+    context = WorkerContext(has_process_group=True)
+    backend.setup(context, backend.create_rendezvous(["127.0.0.1"]))
     yield
     gc.collect()  # first: a wrapper in a cycle keeps threads, at which forks or collections hang
     backend.teardown()

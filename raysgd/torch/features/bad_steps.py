@@ -78,7 +78,7 @@ class BadStepFilter(UpdateFeature):
             kind = _GRADIENT if math.isfinite(loss) else _LOSS
         elif spike is not None and usual != 0 and -loss < spike * usual < loss:
             kind = _SPIKE
-        if not train_state.placement.replicates and train_state.settings.context.distributed:
+        if not train_state.placement.replicates and train_state.settings.context.has_process_group:
             # Each worker has a loss and gradients of its own.
             kind = -train_state.collectives.all_reduce_min(-kind)[0]
         if kind == _GOOD:

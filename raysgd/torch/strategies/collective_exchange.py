@@ -68,7 +68,7 @@ class CollectiveExchange(GradientExchange):
     @property
     def _averages_gradients(self) -> bool:
         train_state = self._train_state
-        return train_state.settings.context.distributed and train_state.placement.replicates
+        return train_state.settings.context.has_process_group and train_state.placement.replicates
 
 
 def broadcast_models(train_state: TorchTrainState) -> None:

@@ -105,7 +105,7 @@ class EqualBitsExchange(CollectiveExchange):
 
     def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
-        if not self._train_state.settings.context.distributed:
+        if not self._train_state.settings.context.has_process_group:
             return
         local = describe_platform(self._train_state.settings.device)
         first = self._train_state.collectives.broadcast(lambda: local, 0)

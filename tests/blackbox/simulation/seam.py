@@ -244,7 +244,7 @@ class SimBackend:
         self.process_can_rejoin = rejoins
         self.num_prepared = 0
 
-    def prepare(self, addresses):
+    def create_rendezvous(self, addresses):
         self.num_prepared += 1
         return self.num_prepared, len(addresses)
 

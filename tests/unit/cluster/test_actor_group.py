@@ -54,9 +54,9 @@ class FakeSlot:
 class FakeReservation:
     """A reservation. If the caller owns it, it cannot grow."""
 
-    def __init__(self, size, owned=True):
+    def __init__(self, size, is_owned=True):
         self.slots = [FakeSlot(index) for index in range(size)]
-        self.owned = owned
+        self.is_owned = is_owned
         self.released = False
 
     def include(self, other):
@@ -66,7 +66,7 @@ class FakeReservation:
         pass
 
     def request_slot(self, bundle):
-        if not self.owned:
+        if not self.is_owned:
             return None
         self.slots.append(FakeSlot(len(self.slots)))
         return self.slots[-1]
@@ -136,8 +136,8 @@ def start(monkeypatch):
     actors = Actors()
     monkeypatch.setattr(group_module, "_actor_class", lambda: actors)
 
-    def start(num_workers, room, owned=True, num_gpus=0):
-        reservation = FakeReservation(room, owned)
+    def start(num_workers, room, is_owned=True, num_gpus=0):
+        reservation = FakeReservation(room, is_owned)
         options = GroupOptions(num_workers=num_workers, num_gpus=num_gpus)
         group = ActorGroup(options, clock=ManualClock())
         group._reserve = lambda *wanted: reservation
@@ -187,7 +187,7 @@ def test_start_requests_lost_room_again(start):
 
 
 def test_no_room_is_requested_in_a_reservation_of_the_caller(start):
-    group = start(num_workers=4, room=2, owned=False)
+    group = start(num_workers=4, room=2, is_owned=False)
     group.request_slots()
     assert group.find_vacant_slots() == []
 

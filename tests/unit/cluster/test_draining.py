@@ -50,7 +50,7 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     assert kinds(controller) == ["draining", "drained"]
     draining, moved = controller.events[1:]
     assert (draining.ranks, round(draining.seconds)) == ((0,), 60)
-    assert before.name in moved.cause
+    assert before.node_name in moved.cause
     assert before.dead
     assert before not in controller.members
     assert len(controller.members) == num_workers

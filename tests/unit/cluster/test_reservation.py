@@ -19,7 +19,7 @@ def room(monkeypatch):
     monkeypatch.setattr(reservation, "placement_group_table", lambda group: table)
     monkeypatch.setattr(reservation, "placement_group", lambda *arguments: object())
     monkeypatch.setattr(reservation, "SETTLE_S", 0.0)
-    room = Reservation(object(), range(3), owned=True)
+    room = Reservation(object(), range(3), is_owned=True)
     room.table = table
     return room
 

@@ -72,7 +72,7 @@ class FakeBackend(CollectiveBackend):
     def __init__(self):
         self.calls = []
 
-    def prepare(self, addresses):
+    def create_rendezvous(self, addresses):
         return None
 
     def setup(self, context, rendezvous):
@@ -88,7 +88,7 @@ class FakeBackend(CollectiveBackend):
     def is_communication_error(self, error):
         return isinstance(error, ConnectionError)
 
-    def advice(self, error):
+    def advice_for(self, error):
         return "Make it again." if isinstance(error, LookupError) else ""
 
 
@@ -424,7 +424,7 @@ def test_enter_sets_up_the_process_group_before_the_runner(worker):
 
 
 def test_replacement_sets_up_alone_warms_up_and_knows_its_rank(worker):
-    context = WorkerContext(world_rank=2, world_size=3, generation=4, distributed=True)
+    context = WorkerContext(world_rank=2, world_size=3, generation=4, has_process_group=True)
     seen = []
     worker.runner.setup = seen.append
     worker.runner.warm_up = lambda: seen.append("warm-up")

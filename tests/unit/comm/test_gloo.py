@@ -109,7 +109,7 @@ def test_errors_of_gloo_reach_the_caller(group):
         future.wait()
     with pytest.raises(RuntimeError, match="dense"):
         dist.broadcast(torch.ones(2).to_sparse(), 0)  # refused before it starts
-    assert group.collective() is None
+    assert group.current_collective() is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_operations_without_their_peer_time_out(monkeypatch, wait):
         groups = list(pool.map(lambda rank: GlooGroup(store, rank, 2, timeout), range(2)))
     with pytest.raises(RuntimeError, match="imed out"):
         wait(groups[0])
-    assert groups[0].collective() is None
+    assert groups[0].current_collective() is None
     for group in groups:
         assert group._running.wait_for_end(20)
         group.release()
@@ -283,7 +283,7 @@ assert all(work.is_completed() for work in works)
 assert works[0].result()[0] is small
 assert works[1].result()[0].data_ptr() == large.data_ptr()
 assert mesh._num_started == before + 1
-assert group.collective() is None
+assert group.current_collective() is None
 
 future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
 assert future.wait()[0].tolist() == [2.0] * 3

@@ -18,7 +18,7 @@ from raysgd.comm.horovod import (
     check_dtypes,
     horovod_environment,
 )
-from raysgd.comm.network import listeners
+from raysgd.comm.network import listening_addresses
 from tests.conftest import Script, import_horovod
 
 
@@ -45,7 +45,7 @@ def test_ranks_are_counted_by_host(monkeypatch):
     import_horovod()
     monkeypatch.setattr(module, "driver_address", lambda addresses: "127.0.0.1")
     backend = HorovodBackend("horovod", 30)
-    found = backend.prepare(["a", "a", "b"]).slots
+    found = backend.create_rendezvous(["a", "a", "b"]).slots
     backend.close()
     assert [slot["rank"] for slot in found] == [0, 1, 2]
     assert [slot["local_rank"] for slot in found] == [0, 1, 0]
@@ -86,12 +86,12 @@ def test_the_environment_of_a_group_is_set_and_removed(environment, without_fram
 
 
 def test_functions_can_reach_the_rendezvous_until_it_is_closed(without_framework):
-    rendezvous = without_framework.prepare(["127.0.0.1"])
+    rendezvous = without_framework.create_rendezvous(["127.0.0.1"])
     place = (rendezvous.host, rendezvous.port)
     without_framework.release_rendezvous()
-    assert place in listeners()
-    without_framework.prepare(["127.0.0.1"])  # of the next generation
-    assert place not in listeners()
+    assert place in listening_addresses()
+    without_framework.create_rendezvous(["127.0.0.1"])  # of the next generation
+    assert place not in listening_addresses()
     without_framework.close()
 
 
@@ -115,7 +115,7 @@ from raysgd.backends import create_backend
 
 rank, rendezvous = int(sys.argv[1]), pickle.loads(bytes.fromhex(sys.argv[2]))
 backend = create_backend("horovod", 10)  # 1 of 20 interruptions is noticed after this timeout
-context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
+context = WorkerContext(world_rank=rank, world_size=2, has_process_group=True)
 backend.setup(context, rendezvous)
 assert (hvd.rank(), hvd.size()) == (rank, 2)
 assert hvd.allreduce(torch.tensor([2.0 * rank]), op=hvd.Average).item() == 1
@@ -141,7 +141,7 @@ os._exit(0)
 def test_two_workers_form_a_group_that_the_driver_can_interrupt():
     import_horovod("horovod.torch")
     driver = create_backend("horovod", 30)
-    rendezvous = pickle.dumps(driver.prepare(["127.0.0.1"] * 2)).hex()
+    rendezvous = pickle.dumps(driver.create_rendezvous(["127.0.0.1"] * 2)).hex()
     with contextlib.ExitStack() as stack:
         ranks = [
             stack.enter_context(contextlib.closing(Script(RANK, r, rendezvous))) for r in (0, 1)
@@ -155,10 +155,10 @@ def test_two_workers_form_a_group_that_the_driver_can_interrupt():
 
 def test_rendezvous_listens_on_loopback_and_ignores_strangers():
     import_horovod()
-    backend, before = create_backend("horovod", 1800), listeners()
-    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    backend, before = create_backend("horovod", 1800), listening_addresses()
+    rendezvous = backend.create_rendezvous(["127.0.0.1"] * 2)
     place = (rendezvous.host, rendezvous.port)
-    assert listeners() - before == {place} == {("127.0.0.1", rendezvous.port)}
+    assert listening_addresses() - before == {place} == {("127.0.0.1", rendezvous.port)}
     assert next(t for t in threading.enumerate() if t.name == "raysgd-horovod").daemon
     with contextlib.ExitStack() as strangers:
         for said in [b"", b"G", b"\xff" * 100, b"PUT / HTTP/1.1\r\n"] * 10:
@@ -168,7 +168,7 @@ def test_rendezvous_listens_on_loopback_and_ignores_strangers():
         with urllib.request.urlopen(url, timeout=10) as answer:
             assert answer.read() == b"here"
         backend.release_rendezvous()
-    assert place not in listeners()
+    assert place not in listening_addresses()
 
 
 def test_without_horovod_the_error_says_how_to_get_it(monkeypatch):

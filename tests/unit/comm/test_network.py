@@ -11,11 +11,11 @@ import pytest
 from raysgd.comm import network
 from raysgd.comm.network import (
     LOOPBACK,
-    Endpoint,
+    TcpSocket,
     driver_address,
-    endpoints,
     interface_of,
-    listeners,
+    listening_addresses,
+    tcp_sockets,
 )
 from tests.conftest import wait_until
 
@@ -28,8 +28,8 @@ def test_an_endpoint_knows_what_it_has_sent_while_the_other_end_read():
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()
     with sender, receiver:
-        (endpoint,) = [each for each in endpoints() if each.local == sender.getsockname()]
-        assert endpoint.count_sent()[0] <= 1
+        (tcp_socket,) = [each for each in tcp_sockets() if each.local == sender.getsockname()]
+        assert tcp_socket.count_sent()[0] <= 1
         sender.setblocking(False)
         num_bytes = 0
         with contextlib.suppress(BlockingIOError):
@@ -41,16 +41,16 @@ def test_an_endpoint_knows_what_it_has_sent_while_the_other_end_read():
             return int.from_bytes(info[168:176], sys.byteorder) / 1e6
 
         wait_until(lambda: busy_s() > 0.3)
-        assert endpoint.count_sent()[1] < 0.2, "the receiver reads nothing"
+        assert tcp_socket.count_sent()[1] < 0.2, "the receiver reads nothing"
         receiver.setblocking(False)
 
         def has_arrived():
             with contextlib.suppress(BlockingIOError):
                 receiver.recv(2**24)
-            return endpoint.count_sent()[0] >= num_bytes
+            return tcp_socket.count_sent()[0] >= num_bytes
 
         wait_until(has_arrived)
-    assert Endpoint(endpoint.descriptor, ("", 0), None).count_sent() == (0, 0.0), "it is closed"
+    assert TcpSocket(tcp_socket.descriptor, ("", 0), None).count_sent() == (0, 0.0), "it is closed"
 
 
 @pytest.mark.parametrize(
@@ -100,18 +100,18 @@ def pair(request):
 def test_all_ends_are_found_with_their_addresses(pair):
     server, client, peer = pair
     at, to = server.getsockname()[:2], client.getsockname()[:2]
-    found = endpoints()
-    assert Endpoint(server.fileno(), at, None) in found
-    assert Endpoint(client.fileno(), to, at) in found
-    assert Endpoint(peer.fileno(), at, to) in found
-    assert at in listeners()
-    assert to not in listeners()
+    found = tcp_sockets()
+    assert TcpSocket(server.fileno(), at, None) in found
+    assert TcpSocket(client.fileno(), to, at) in found
+    assert TcpSocket(peer.fileno(), at, to) in found
+    assert at in listening_addresses()
+    assert to not in listening_addresses()
 
 
 def test_shutting_an_end_down_wakes_both_and_closes_none(pair):
     _, client, peer = pair
-    (end,) = (each for each in endpoints() if each.descriptor == client.fileno())
-    Endpoint(end.descriptor, end.remote, end.local).shut_down()  # of an earlier socket
+    (end,) = (each for each in tcp_sockets() if each.descriptor == client.fileno())
+    TcpSocket(end.descriptor, end.remote, end.local).shut_down()  # of an earlier socket
     client.sendall(b"1")
     assert peer.recv(1) == b"1"
     end.shut_down()
@@ -131,4 +131,4 @@ def test_sockets_of_other_kinds_are_left_out():
     ):
         datagrams.connect(("127.0.0.1", 1))
         others = {each.fileno() for each in (left, right, datagrams, unconnected)}
-        assert not others & {each.descriptor for each in endpoints()}
+        assert not others & {each.descriptor for each in tcp_sockets()}

@@ -30,7 +30,7 @@ def environment(monkeypatch):
 @needs_tensorflow
 def test_every_worker_knows_all_and_its_own_place(environment):
     driver = create_backend("tensorflow", 20)
-    rendezvous = driver.prepare(["127.0.0.1"] * 2)
+    rendezvous = driver.create_rendezvous(["127.0.0.1"] * 2)
     seen = {}
 
     def setup(rank):
@@ -57,7 +57,7 @@ def test_every_worker_knows_all_and_its_own_place(environment):
 @needs_tensorflow
 def test_a_worker_is_reached_over_loopback_on_one_machine(environment):
     driver = create_backend("tensorflow", 20)
-    driver.setup(WorkerContext(node_ip="10.1.2.3"), driver.prepare([LOOPBACK]))
+    driver.setup(WorkerContext(node_ip="10.1.2.3"), driver.create_rendezvous([LOOPBACK]))
     (worker,) = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
     port = driver._reserved_port.getsockname()[1]
     driver.teardown()
@@ -69,7 +69,7 @@ def test_a_worker_is_reached_over_loopback_on_one_machine(environment):
 @needs_tensorflow
 def test_a_worker_that_does_not_come_is_named(environment):
     driver = create_backend("tensorflow", 0.1)
-    rendezvous = driver.prepare(["127.0.0.1"] * 2)
+    rendezvous = driver.create_rendezvous(["127.0.0.1"] * 2)
     with pytest.raises(TimeoutError, match=r"did not set .*1 within 0\.1 s"):
         driver.setup(WorkerContext(world_size=2), rendezvous)
     driver.teardown()
@@ -79,7 +79,7 @@ def test_a_worker_that_does_not_come_is_named(environment):
 def test_the_open_server_of_tensorflow_causes_one_warning(environment, caplog):
     driver = create_backend("tensorflow", 20)
     for size in (1, 2, 2):
-        driver.prepare(["127.0.0.1"] * size)
+        driver.create_rendezvous(["127.0.0.1"] * size)
         assert caplog.text.count("Protect it with a firewall") == (size > 1)
     driver.close()
 
@@ -111,7 +111,7 @@ def test_without_tensorflow_no_error_is_one_of_its_collectives(environment):
 
 def test_the_error_of_keras_3_in_fit_comes_with_the_way():
     error = ValueError("Attempt to convert a value (PerReplica:{\n  0: ...}) to a Tensor.")
-    assert "TF_USE_LEGACY_KERAS=1" in create_backend("tensorflow", 20).advice(error)
+    assert "TF_USE_LEGACY_KERAS=1" in create_backend("tensorflow", 20).advice_for(error)
 
 
 def test_a_port_is_kept_for_tensorflow_until_it_listens_there():

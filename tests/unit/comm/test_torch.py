@@ -16,7 +16,7 @@ import torch.distributed as dist
 from raysgd._internal.runner import WorkerContext
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.comm import torch as torch_backend
-from raysgd.comm.network import LOOPBACK, listeners
+from raysgd.comm.network import LOOPBACK, listening_addresses
 from raysgd.comm.torch import TorchRendezvous, TorchStore
 from tests.conftest import Script, run_ranks
 
@@ -32,7 +32,7 @@ def backend(monkeypatch):
 
 
 def joined(backend):
-    backend.setup(WorkerContext(distributed=True), backend.prepare(["127.0.0.1"]))
+    backend.setup(WorkerContext(has_process_group=True), backend.create_rendezvous(["127.0.0.1"]))
     return backend
 
 
@@ -41,17 +41,18 @@ def test_a_group_can_be_made_left_and_made_again(backend):
         joined(backend)
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
         assert dist.group.WORLD._gloo.options._timeout == datetime.timedelta(seconds=30)
-        assert (backend.collective(), backend.links()) == (None, {})  # links within one host
+        assert backend.current_collective() is None
+        assert backend.link_speeds() == {}  # within one host
         backend._group._running.begin(1, print, is_collective=True)
-        assert backend.collective() == 1
+        assert backend.current_collective() == 1
         backend._group._running.finish(1)
         backend.teardown()
         assert not dist.is_initialized()
-        assert backend.collective() is None
+        assert backend.current_collective() is None
 
 
 def test_each_generation_has_a_store_of_its_own(backend):
-    rendezvous = [backend.prepare(["127.0.0.1"]) for _ in range(3)]
+    rendezvous = [backend.create_rendezvous(["127.0.0.1"]) for _ in range(3)]
     assert len({r.store for r in rendezvous}) == 3
     assert all(r.store.host == "127.0.0.1" for r in rendezvous)
     assert pickle.loads(pickle.dumps(rendezvous[0])) == rendezvous[0]
@@ -62,10 +63,10 @@ def test_each_generation_has_a_store_of_its_own(backend):
 def test_nccl_has_a_second_store_on_the_same_interface(monkeypatch):
     created = {}
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **named: created.update(named))
-    backend, before = create_backend("nccl", 30), listeners()
-    rendezvous = backend.prepare(["127.0.0.1"])
+    backend, before = create_backend("nccl", 30), listening_addresses()
+    rendezvous = backend.create_rendezvous(["127.0.0.1"])
     ports = {rendezvous.store.port, rendezvous.tcp_store_port}
-    assert listeners() - before == {("127.0.0.1", port) for port in ports}
+    assert listening_addresses() - before == {("127.0.0.1", port) for port in ports}
     for timeout in (datetime.timedelta(seconds=0.2), datetime.timedelta(minutes=30)):
         torch_backend._init_nccl(rendezvous, 0, 1, timeout)
         store = created["store"]
@@ -83,7 +84,10 @@ def test_links_are_the_newest_rates_to_other_hosts(backend, monkeypatch):
     sent = [(2**17, 0.5), (2**17, 1.5), (2**16, 0.25), *[(2**20, 1.0)] * 3]
     expected = {"10.0.0.2": 2.0**17, "10.0.0.0": 2.0**18}
     monkeypatch.setattr(torch_backend, "driver_address", lambda addresses: "127.0.0.2")
-    backend.setup(WorkerContext(distributed=True, node_ip=LOOPBACK), backend.prepare([LOOPBACK]))
+    backend.setup(
+        WorkerContext(has_process_group=True, node_ip=LOOPBACK),
+        backend.create_rendezvous([LOOPBACK]),
+    )
     backend._listening = {own, other}
     backend._mesh = SimpleNamespace(local_addresses=lambda: {meshed}, close=int)
     monkeypatch.setattr(torch_backend, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -91,8 +95,8 @@ def test_links_are_the_newest_rates_to_other_hosts(backend, monkeypatch):
         SimpleNamespace(local=local, remote=remote, count_sent=lambda n=n: sent[n])
         for n, (local, remote) in enumerate([*connections, *ignored])
     ]
-    monkeypatch.setattr(torch_backend, "endpoints", lambda: found)
-    assert backend.links() == expected
+    monkeypatch.setattr(torch_backend, "tcp_sockets", lambda: found)
+    assert backend.link_speeds() == expected
     for now[0], sent[2], rate in [
         (102.9, (2**17, 0.75), 2.0**18),  # too early
         (103.0, (2**17, 0.75), 2.0**17),
@@ -100,14 +104,15 @@ def test_links_are_the_newest_rates_to_other_hosts(backend, monkeypatch):
         (109.0, (2**18, 1.0), 2.0**17),  # in no time
         (112.0, (2**18 + 2**16, 2.0), 2.0**16),
     ]:
-        assert backend.links() == {**expected, "10.0.0.0": rate}
+        assert backend.link_speeds() == {**expected, "10.0.0.0": rate}
 
 
 def test_a_backend_must_override_exactly_the_abstract_methods():
-    names = ["prepare", "setup", "interrupt", "teardown", "is_communication_error"]
+    names = ["create_rendezvous", "setup", "interrupt", "teardown", "is_communication_error"]
     assert CollectiveBackend.__abstractmethods__ == set(names)
     backend = type("Own", (CollectiveBackend,), dict.fromkeys(names, print))()
-    assert (backend.advice(ValueError()), backend.collective(), backend.links()) == ("", None, {})
+    assert (backend.advice_for(ValueError()), backend.current_collective()) == ("", None)
+    assert backend.link_speeds() == {}
 
 
 def test_a_group_of_the_users_own_is_neither_taken_over_nor_ended_by_leaving_twice(backend):
@@ -124,7 +129,7 @@ def test_a_group_of_the_users_own_is_neither_taken_over_nor_ended_by_leaving_twi
 @pytest.mark.parametrize("wake", ["close", "interrupt"])
 def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
     """If a worker is lost meanwhile, the driver closes the store or interrupts the others."""
-    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    rendezvous = backend.create_rendezvous(["127.0.0.1"] * 2)
     observer = TorchStore(rendezvous.store, datetime.timedelta(seconds=30))
     assert observer.timeout == datetime.timedelta(seconds=30)
     with ThreadPoolExecutor(1) as pool:
@@ -146,26 +151,26 @@ def test_small_groups_reduce_by_a_mesh_on_the_interface_of_gloo(
 ):
     if interface is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    rendezvous = backend.prepare(["127.0.0.1"] * size)
+    rendezvous = backend.create_rendezvous(["127.0.0.1"] * size)
     with ThreadPoolExecutor(1) as pool:
         joins = pool.submit(backend.setup, WorkerContext(world_size=size), rendezvous)
         store = TorchStore(rendezvous.store, datetime.timedelta(seconds=30))
         address = json.loads(store.get("here/0"))
         assert (address is not None) == is_meshed
-        assert address is None or tuple(address) in listeners()
+        assert address is None or tuple(address) in listening_addresses()
         if size > 1:
             assert not joins.done()
             backend.interrupt()
         joins.exception(10)
     backend.teardown()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface  # the choice of the user is kept
-    assert address is None or tuple(address) not in listeners()
+    assert address is None or tuple(address) not in listening_addresses()
 
 
 @pytest.mark.parametrize(("host", "address"), [(LOOPBACK, LOOPBACK), ("127.0.0.2", "10.1.2.3")])
 def test_gloo_uses_the_interface_of_the_node(backend, monkeypatch, host, address):
     monkeypatch.setattr(torch_backend, "interface_of", lambda address: f"of {address}")
-    store, _ = backend.prepare(["127.0.0.1"] * 2)
+    store, _ = backend.create_rendezvous(["127.0.0.1"] * 2)
     rendezvous = TorchRendezvous(store._replace(host=host))
     backend.close()
     with pytest.raises(dist.DistNetworkError):
@@ -178,7 +183,7 @@ def test_gloo_uses_the_interface_of_the_node(backend, monkeypatch, host, address
 def test_workers_that_do_not_come_are_named(backend):
     backend._timeout = datetime.timedelta(seconds=0.1)
     with pytest.raises(dist.DistStoreError, match=r"here/1, here/2 within 0\.1 s") as caught:
-        backend.setup(WorkerContext(world_size=3), backend.prepare(["127.0.0.1"] * 3))
+        backend.setup(WorkerContext(world_size=3), backend.create_rendezvous(["127.0.0.1"] * 3))
     assert backend.is_communication_error(caught.value)
 
 
@@ -228,8 +233,8 @@ if rank == 0:  # it fails as rank 1 has ended
 for use in uses:
     with pytest.raises(Exception) as caught:
         use()
-    assert "on_world_change" in backend.advice(caught.value), repr(caught.value)
-assert not backend.advice(ValueError("shapes do not match"))
+    assert "on_world_change" in backend.advice_for(caught.value), repr(caught.value)
+assert not backend.advice_for(ValueError("shapes do not match"))
 print("good")
 """
 
@@ -277,15 +282,15 @@ def peer_of(rendezvous, conduct):
 
 def test_a_peer_that_dies_before_it_connects_is_a_communication_error(backend, monkeypatch):
     monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=0.5))
-    context = WorkerContext(distributed=True, world_rank=0, world_size=2)
-    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    context = WorkerContext(has_process_group=True, world_rank=0, world_size=2)
+    rendezvous = backend.create_rendezvous(["127.0.0.1"] * 2)
     with peer_of(rendezvous, "dies"), pytest.raises(RuntimeError) as caught:
         backend.setup(context, rendezvous)
     assert backend.is_communication_error(caught.value)
 
     # the next group forms, although PyTorch has counted the failed one
     backend.teardown()
-    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    rendezvous = backend.create_rendezvous(["127.0.0.1"] * 2)
     monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=20))
     with peer_of(rendezvous, "lives") as peer:
         backend.setup(context, rendezvous)

@@ -14,7 +14,7 @@ WAITING = 'File "distributed.py", in all_reduce'
 
 
 class FakeMember:
-    name = "node x"
+    node_name = "node x"
 
     def submit_control(self, method):
         assert method is Worker.stacks
@@ -60,7 +60,7 @@ def waits(members, *states):
         said = str(state)
         number = said.removeprefix("held ")
         collective = int(number) if number.isdecimal() else None
-        process = ProcessStatus(said.startswith("held"), collective=collective)
+        process = ProcessStatus(said.startswith("held"), current_collective=collective)
         found[member] = WorkerStatus(process=process)
     return found
 

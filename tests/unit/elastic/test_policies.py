@@ -26,7 +26,7 @@ def test_the_scarcest_resource_limits_the_workers():
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
 def test_ranks_are_dense_and_local_ranks_count_each_node_from_zero(nodes):
     locations = [WorkerLocation(node_id=node, node_ip=f"ip-{node}") for node in nodes]
-    contexts = assign_contexts(locations, generation=3, distributed=True, num_cpus=2)
+    contexts = assign_contexts(locations, generation=3, has_process_group=True, num_cpus=2)
     assert [c.world_rank for c in contexts] == list(range(len(nodes)))
     for node in set(nodes):
         mine = [c for c, n in zip(contexts, nodes, strict=True) if n == node]
@@ -36,7 +36,7 @@ def test_ranks_are_dense_and_local_ranks_count_each_node_from_zero(nodes):
     for context, node in zip(contexts, nodes, strict=True):
         assert context.node_ip == f"ip-{node}"
         assert (context.world_size, context.generation) == (len(nodes), 3)
-        assert context.distributed
+        assert context.has_process_group
         assert context.num_cpus == 2
 
 
@@ -46,7 +46,7 @@ def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
         WorkerLocation(node_id="a", node_ip="1", gpu_ids=("9",)),
         WorkerLocation(node_id="b", node_ip="2", gpu_ids=("0",)),
     ]
-    contexts = assign_contexts(locations, generation=1, distributed=True, num_cpus=1)
+    contexts = assign_contexts(locations, generation=1, has_process_group=True, num_cpus=1)
     # sorted as numbers, because the text "10" is smaller than "9"
     assert [c.visible_gpus for c in contexts] == [("9", "10", "11"), ("9", "10", "11"), ("0",)]
     assert [c.gpu_index for c in contexts] == [1, 0, 0]

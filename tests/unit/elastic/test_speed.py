@@ -33,8 +33,8 @@ def speeds(*rows, hosts="ABCD", num_loader_workers=0):
     ]
 
 
-def advice(workers, links=None):
-    cause = find_bottleneck(workers, 42, links)
+def advice(workers, link_speeds=None):
+    cause = find_bottleneck(workers, 42, link_speeds)
     return "" if cause is None else cause.advice
 
 
@@ -98,12 +98,12 @@ def test_the_slowest_worker_is_named_though_the_others_wait(slow, said):
 
 def test_a_slow_connection_is_named():
     row = {**HEALTHY, "wait": 519.7}
-    links = {("A", "B"): 16e8, ("B", "C"): 12e6, ("C", "A"): 11e6, ("C", "B"): 12e6}
-    found = advice(speeds(row, row, row), links)
+    link_speeds = {("A", "B"): 16e8, ("B", "C"): 12e6, ("C", "A"): 11e6, ("C", "B"): 12e6}
+    found = advice(speeds(row, row, row), link_speeds)
     assert "because worker 2 on C sends 12.0 MB/s, and the others 1600.0 MB/s" in found
     both = advice(speeds(row, row), {("A", "B"): 11e6, ("B", "A"): 12e6})
     assert ", on all workers: look at the network" in both, "either host may be slow"
-    assert advice(speeds(HEALTHY, HEALTHY, HEALTHY), links) == ""
+    assert advice(speeds(HEALTHY, HEALTHY, HEALTHY), link_speeds) == ""
 
 
 def test_the_report_is_a_table_and_the_sentence():

@@ -173,7 +173,7 @@ def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
         assert (context.world_rank, context.world_size) == (rank, 4)
         assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", GPUS, 0)
         assert (context.generation, context.num_cpus) == (controller.record.generation, 1)
-        assert context.distributed
+        assert context.has_process_group
 
 
 def test_a_worker_that_sets_up_again_sees_the_same_gpus(world):

@@ -121,7 +121,7 @@ class Worker:
     def rejoin(self, meeting, rank, size, leader_rank):
         self.meeting, self.rank = meeting, rank
         context = WorkerContext(
-            world_rank=rank, world_size=size, distributed=size > 1, is_in_driver=True
+            world_rank=rank, world_size=size, has_process_group=size > 1, is_in_driver=True
         )
         self.runner.rejoin(context, leader_rank)
         self.is_new = False

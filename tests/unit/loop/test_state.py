@@ -244,7 +244,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
     answers = []
     state = SimpleNamespace(
         settings=SimpleNamespace(options=SimpleNamespace(elastic=ElasticConfig())),
-        context=WorkerContext(world_rank=1, distributed=True),
+        context=WorkerContext(world_rank=1, has_process_group=True),
         state_status=StateStatus(is_complete=False),
         placement=StatePlacement(),
         step_timing=StepTiming(),

@@ -56,7 +56,7 @@ class Case:
 
     def context(self, rank):
         size = self.num_workers
-        return WorkerContext(world_rank=rank, world_size=size, distributed=size > 1)
+        return WorkerContext(world_rank=rank, world_size=size, has_process_group=size > 1)
 
     def start(self, rank, **settings):
         """Return the runner of a worker after its setup."""

@@ -339,12 +339,12 @@ class Player:
         group = f"{self.prefix}/{self.generation}/{name}/{members}"
         backend = create_backend("gloo", 30)
         if members[0] == self.process:
-            self.store.set(group, pickle.dumps(backend.prepare(["127.0.0.1"])))
+            self.store.set(group, pickle.dumps(backend.create_rendezvous(["127.0.0.1"])))
         rendezvous = pickle.loads(self.store.get(group))
         context = self.context = WorkerContext(
             world_rank=members.index(self.process),
             world_size=len(members),
-            distributed=True,
+            has_process_group=True,
             generation=self.generation,
         )
         backend.setup(context, rendezvous)
@@ -354,7 +354,7 @@ class Player:
             self.context = WorkerContext(
                 world_rank=context_of.index(self.process),
                 world_size=len(context_of),
-                distributed=True,
+                has_process_group=True,
                 generation=self.generation,
                 is_alone=True,
             )

@@ -128,7 +128,7 @@ def test_data_set_of_a_call_keeps_its_batch_size():
 
 def distributed(world_size=2, **settings):
     return make_registration(
-        context=WorkerContext(distributed=True, world_size=world_size), **settings
+        context=WorkerContext(has_process_group=True, world_size=world_size), **settings
     )
 
 

@@ -132,7 +132,7 @@ def test_copy_has_the_marks_and_modes_of_the_leader():
     sent = {"is_damaged": True, "why_not_split": "why", "module_modes": modes}
     runner._train_state.collectives.broadcast = lambda make, rank: {**make(), **sent}
     runner._hosted_loop.state_access.copy_from = lambda leader_rank, follows: None
-    runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, has_process_group=True), leader_rank=0)
     assert runner._train_state.is_damaged
     assert runner._train_state.micro_batching.why_not_split == "why"
     assert runner._hosted_loop.state_access.module_modes() == modes
@@ -242,7 +242,7 @@ def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
     loading, state = "raysgd.loop.operator_runner.load_from_leader", runner.operator._train_state
     monkeypatch.setattr(state, "begin_generation", lambda *_: None)
     monkeypatch.setattr(loading, lambda *_: vars(state.position).update(offset=2, global_step=2))
-    runner.rejoin(WorkerContext(distributed=True), 0)
+    runner.rejoin(WorkerContext(has_process_group=True), 0)
     runner.handle(TrainRequest(call_number=1, until_step=3))
     assert runner.operator.trained == [*EPOCH[:8], *EPOCH[16:24]]
 
@@ -437,7 +437,7 @@ if rank == 0:
     operator.stage = 2
     operator.on_world_change()
 join()
-runner.rejoin(WorkerContext(world_rank=rank, world_size=2, distributed=True), leader_rank=0)
+runner.rejoin(WorkerContext(world_rank=rank, world_size=2, has_process_group=True), leader_rank=0)
 operator.trained.clear()
 result = runner.handle(TrainRequest(call_number=1, until_epoch=2))
 assert result["num_samples"] == 16, result
@@ -446,9 +446,9 @@ operator.stage, operator.config["num_samples"] = 1, 40 + rank
 operator.register_data(**operator.make_loaders(operator.config))
 if rank:
     with pytest.raises(ValueError, match=r"on_world_change\\(self\\), by a value of state_dict"):
-        runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
+        runner.rejoin(WorkerContext(world_rank=1, world_size=2, has_process_group=True), 0)
 else:
-    runner.rejoin(WorkerContext(world_rank=0, world_size=2, distributed=True), leader_rank=0)
+    runner.rejoin(WorkerContext(world_rank=0, world_size=2, has_process_group=True), leader_rank=0)
 print("good")
 """
 
@@ -563,6 +563,6 @@ def test_only_a_new_worker_takes_the_models_of_another_one_without_replication()
         runner._train_state.collectives.broadcast = lambda make, rank: make()
         runner._hosted_loop.state_access.copy_from = lambda leader, is_led: follows.append(is_led)
         for _ in range(2):
-            context = WorkerContext(world_rank=1, world_size=2, distributed=True)
+            context = WorkerContext(world_rank=1, world_size=2, has_process_group=True)
             runner.rejoin(context, leader_rank=0)
     assert follows == [False, False, True, False]

@@ -176,7 +176,7 @@ def communicating(call, operator_cls=Communicating, **arguments):
         **arguments,
     )
     runner = TorchRunner(options)
-    runner.setup(WorkerContext(distributed=True))
+    runner.setup(WorkerContext(has_process_group=True))
     operator = runner.operator
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
     runner.teardown()
@@ -543,7 +543,7 @@ def test_the_only_step_of_an_update_comes_after_all_averages(process_group, monk
         spy = lambda *a, f=plain, n=name: (calls.append(n), f(*a))[1]  # noqa: E731
         monkeypatch.setattr(cls, name, spy)
     runner = TorchRunner(TorchOptions(training_operator_cls=InTurn))
-    runner.setup(WorkerContext(distributed=True))
+    runner.setup(WorkerContext(has_process_group=True))
     runner.handle(TrainRequest(call_number=0, until_step=3))
     step = ["begin", "before_commit"]
     assert calls == [*step, "complete_skipped", *step, "complete_skipped", *step]

@@ -577,7 +577,7 @@ def test_steps_do_not_wait_for_a_gpu_that_is_compared_and_measured(monkeypatch):
     case = Watching(settings={"use_gpu": True}, num_workers=1)
     runner = case.make_runner(scheduler_step_freq="batch", guard=Guard(every=1))
     try:
-        runner.setup(WorkerContext(world_rank=0, world_size=1, distributed=True))
+        runner.setup(WorkerContext(world_rank=0, world_size=1, has_process_group=True))
         runner.handle(TrainRequest(call_number=0, until_step=16, until_epoch=99))
         state = runner.operator._train_state
         guard = guard_of(state)

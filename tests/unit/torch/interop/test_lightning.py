@@ -475,7 +475,7 @@ def test_workers_average_gradients(process_group):
         {"lr": 0.1},
         TorchSettings(
             options=TorchOptions(scheduler_step_freq="manual", num_workers=2),
-            context=WorkerContext(distributed=True),
+            context=WorkerContext(has_process_group=True),
         ),
     )
     averaged = []

@@ -237,7 +237,7 @@ def test_wrappers_of_user_code_are_refused(process_group):
 
     runner = Case(operator_cls=Wraps, num_logical_workers=2).make_runner()
     with pytest.raises(ValueError, match=r"does not work with DistributedDataParallel\(model\)"):
-        runner.setup(WorkerContext(distributed=True))
+        runner.setup(WorkerContext(has_process_group=True))
 
 
 def test_random_numbers_of_a_data_set_follow_the_position_in_the_epoch():

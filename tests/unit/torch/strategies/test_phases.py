@@ -92,7 +92,7 @@ def start(strategy):
         pytest.skip("this PyTorch cannot shard models")
     given = {"training_operator_cls": Small, "config": register, "bad_steps": BadSteps(), **options}
     runner = TorchRunner(TorchOptions(**given))
-    context = WorkerContext(distributed=strategy != "one worker")
+    context = WorkerContext(has_process_group=strategy != "one worker")
     assert calls_of(REGISTER, lambda: runner.setup(context)) == REGISTER
     return runner
 

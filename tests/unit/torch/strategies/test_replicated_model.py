@@ -301,7 +301,7 @@ def test_wrapper_has_the_items_of_its_module(process_group):
 
 
 def test_a_sanity_check_restores_attributes_of_a_wrapper(process_group):
-    state = TorchTrainState(TorchSettings(context=WorkerContext(distributed=True)))
+    state = TorchTrainState(TorchSettings(context=WorkerContext(has_process_group=True)))
     model = replicated_model.wrap(torch.nn.Linear(1, 1), torch.device("cpu"), {})
     model.calls, state.models = 0, [model]
     with state.preserving_models():

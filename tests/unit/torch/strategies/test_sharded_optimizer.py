@@ -252,7 +252,7 @@ def group_of_one():
     def enter():
         if torch.distributed.is_initialized():
             backend.teardown()
-        backend.setup(ALONE, backend.prepare(["127.0.0.1"]))
+        backend.setup(ALONE, backend.create_rendezvous(["127.0.0.1"]))
 
     enter()
     try:
@@ -262,7 +262,7 @@ def group_of_one():
         backend.close()
 
 
-ALONE = WorkerContext(distributed=True)
+ALONE = WorkerContext(has_process_group=True)
 
 
 def start(given, context=ALONE):

@@ -39,8 +39,8 @@ def test_a_process_group_forms_and_only_env_sets_variables(monkeypatch, init_met
     config = TorchConfig(backend="gloo", init_method=init_method, timeout_s=30)
     transport = config.collective_backend()
     try:
-        rendezvous = transport.prepare(["127.0.0.1"])
-        transport.setup(WorkerContext(distributed=True), rendezvous)
+        rendezvous = transport.create_rendezvous(["127.0.0.1"])
+        transport.setup(WorkerContext(has_process_group=True), rendezvous)
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
         found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
         port = str(rendezvous.store.port)
@@ -63,8 +63,8 @@ def test_workers_that_never_communicate_cause_a_warning(monkeypatch, caplog, fun
     runner = FunctionRunner(False)
     try:
         # a group of one counts the collectives of a worker of two
-        context = WorkerContext(distributed=True, gpu_index=1)
-        transport.setup(context, transport.prepare(["127.0.0.1"]))
+        context = WorkerContext(has_process_group=True, gpu_index=1)
+        transport.setup(context, transport.create_rendezvous(["127.0.0.1"]))
         runner.setup(WorkerContext(world_size=2))
         runner.handle(LoadRequest(state=vars(RunSpec("run", cloudpickle.dumps(function)))))
         assert runner.handle(NextResultRequest()).kind == "end"
