@@ -13,7 +13,8 @@ class LogPoint:
 
     call_number: int
     global_step: int
-    epoch: int  # as `OperatorTrainer.epoch`
+    num_completed_epochs: int
+    in_epoch: bool
     metrics: Any  # packed, unless the worker is in the driver's process; None without metrics
     timing: PhaseTotals
     seconds: float  # of training
@@ -23,7 +24,7 @@ class LogPoint:
 class ReportedPosition(NamedTuple):
     """Where a worker is in the run. `raysgd.elastic` reads it, and keeps that of the group."""
 
-    epoch: int = 0  # number of completed epochs
+    num_completed_epochs: int = 0
     in_epoch: bool = False  # whether the worker has started another epoch
     global_step: int = 0
     validation_offset: int = 0  # where the next ``validate`` begins

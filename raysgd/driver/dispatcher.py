@@ -70,7 +70,7 @@ class Dispatcher:
         if (newest := self.newest_train_request) is None:
             return None
         # Workers add the extra epochs of this call to its own goal.
-        reached, goal = position.epoch + position.in_epoch, newest.until_epoch
+        reached, goal = position.num_completed_epochs + position.in_epoch, newest.until_epoch
         epoch = reached if reached <= (goal or newest.start_epoch) else goal
         request = replace(
             newest,
@@ -136,11 +136,11 @@ class Dispatcher:
             until_step = min(start.global_step + num_steps, until_step or sys.maxsize)
         self.newest_train_request = replace(
             request,
-            until_epoch=start.epoch + 1 if num_steps is None else None,
+            until_epoch=start.num_completed_epochs + 1 if num_steps is None else None,
             until_step=until_step,
             adds_epoch=not self.reporter.is_fitting,
             start_step=start.global_step,
-            start_epoch=start.epoch,
+            start_epoch=start.num_completed_epochs,
             callback_pause_step=self.callback_list.schedule_pause(position.global_step, saves),
             log_every=fit_arguments.log_every,
             ends_at_nonfinite_loss=any(callback.stops_at_nan for callback in self.callback_list),

@@ -92,20 +92,21 @@ class FitLoop:
 
         if reporter.lacks_validation and reporter.is_validation_due:  # since an earlier fit()
             # Ctrl-C in the last step has lost its metrics.
-            if reporter.metrics.get("epoch") != reporter.position.epoch:
+            if reporter.metrics.get("epoch") != reporter.num_completed_epochs:
                 reporter.restore_due_validation({})
             dispatcher.validate(arguments.info, from_start=True)
         if reporter.has_all_epochs:
             logger.warning(
                 "fit(%d) trains nothing, because the run has already completed epoch %d.",
                 arguments.num_epochs,
-                reporter.position.epoch,
+                reporter.num_completed_epochs,
             )
         while (reason := reason_to_end()) is None:
             start = reporter.position
             metrics = trainer.train(max_retries=arguments.max_retries, info=arguments.info)
             had_no_batch = start.in_epoch and metrics.keys() == {"epoch"}
-            if reporter.position.epoch > start.epoch and reporter.is_validation_due:
+            has_completed_epoch = reporter.num_completed_epochs > start.num_completed_epochs
+            if has_completed_epoch and reporter.is_validation_due:
                 validated = dispatcher.validate(arguments.info, from_start=True).metrics
                 metrics = {**validated, **metrics}
             history += [] if had_no_batch else [metrics]

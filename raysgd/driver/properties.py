@@ -14,7 +14,7 @@ from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
 
 
-def argument(name: str) -> Any:
+def option_property(name: str) -> Any:
     """Return a property of trainers: an argument of the constructor."""
     return forward_to(f"_options.{name}", "The argument of the constructor.")
 
@@ -41,15 +41,15 @@ class TrainerProperties:
         """The current number of workers."""
         return len(self._controller.members)
 
-    use_local = argument("use_local")
-    use_tqdm = argument("use_tqdm")
-    add_dist_sampler = argument("add_dist_sampler")
-    timeout_s = argument("timeout_s")
-    num_cpus_per_worker = argument("num_cpus_per_worker")
-    min_workers = argument("min_workers")
-    max_workers = argument("num_workers")
-    backend = argument("backend")
-    use_fp16 = argument("use_fp16")
+    use_local = option_property("use_local")
+    use_tqdm = option_property("use_tqdm")
+    add_dist_sampler = option_property("add_dist_sampler")
+    timeout_s = option_property("timeout_s")
+    num_cpus_per_worker = option_property("num_cpus_per_worker")
+    min_workers = option_property("min_workers")
+    max_workers = option_property("num_workers")
+    backend = option_property("backend")
+    use_fp16 = option_property("use_fp16")
     use_gpu: bool = forward_to("_options.use_gpu", "Whether workers use GPUs.")
     operator_name: str = forward_to(
         "_options.training_operator_cls.__qualname__", "Name of the class of the operator."
@@ -60,7 +60,7 @@ class TrainerProperties:
         "The current or just finished epoch, counted from 1. 0 before the first epoch.",
     )
     num_completed_epochs: int = forward_to(
-        "_reporter.position.epoch", "Number of epochs that were trained to their end."
+        "_reporter.num_completed_epochs", "Number of epochs that were trained to their end."
     )
     global_step: int = forward_to(
         "_reporter.position.global_step", "Finished training steps of all calls."

@@ -100,9 +100,13 @@ class ResultReporter:
         return self._log_position or self.controller.record.newest_status.position
 
     @property
+    def num_completed_epochs(self) -> int:
+        return self.position.num_completed_epochs
+
+    @property
     def epoch(self) -> int:
         """The current or just finished epoch, counted from 1. 0 before the first epoch."""
-        return self.position.epoch + self.position.in_epoch
+        return self.num_completed_epochs + self.position.in_epoch
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -119,7 +123,9 @@ class ResultReporter:
         members = [member for member in self.controller.members if member in timing]
         speed = self.controller.speed.end_interval("step", {m: timing[m].timing for m in members})
         call = CallInfo("step", time.time(), max(point.seconds for _, point in points), speed)
-        self._log_position = ReportedPosition(epoch=newest.epoch, global_step=newest.global_step)
+        self._log_position = ReportedPosition(
+            newest.num_completed_epochs, newest.in_epoch, newest.global_step
+        )
         try:
             measured = [each.unpack() if isinstance(each, PackedValue) else each for each in packed]
             merged = self._merge(measured, raises=False)  # a few steps may not suffice
@@ -178,7 +184,7 @@ class ResultReporter:
             self.restore_due_validation({})
             return result
         self._training, self._validation = result, None
-        has_completed_epoch = self.position.epoch > start.epoch
+        has_completed_epoch = self.num_completed_epochs > start.num_completed_epochs
         try:
             self._report("on_epoch_end" if has_completed_epoch else "on_partial_epoch_end", result)
         finally:  # also after Ctrl-C in a callback
@@ -197,7 +203,7 @@ class ResultReporter:
         finally:  # also after Ctrl-C in a callback
             self.validation_names = {*(self.validation_names or ()), *result.metrics}
             if last_call.is_complete:  # after the hook: a state it saves lacks `on_epoch_result`
-                self._due_step, self._num_validated_epochs = None, self.position.epoch
+                self._due_step, self._num_validated_epochs = None, self.num_completed_epochs
             if self._validation is not None:
                 self._report_epoch()
         return result
@@ -223,7 +229,7 @@ class ResultReporter:
     @contextmanager
     def within_fit(self, arguments: FitArguments) -> Iterator[None]:
         self.is_fitting, self.fit_arguments = True, arguments
-        self._num_validated_epochs = self.position.epoch
+        self._num_validated_epochs = self.num_completed_epochs
         try:
             yield
         finally:
@@ -234,12 +240,12 @@ class ResultReporter:
     @property
     def has_all_epochs(self) -> bool:
         """Whether the number of epochs of the running ``fit()`` is reached."""
-        return self.position.epoch >= (self.fit_arguments.num_epochs or math.inf)
+        return self.num_completed_epochs >= (self.fit_arguments.num_epochs or math.inf)
 
     @property
     def is_validation_due(self) -> bool:
         """Whether ``fit()`` validates after the newest completed epoch."""
-        every, done = self.fit_arguments.validate_every, self.position.epoch
+        every, done = self.fit_arguments.validate_every, self.num_completed_epochs
         return bool(every and (done % every == 0 or self.has_all_epochs))
 
     @property
@@ -247,13 +253,13 @@ class ResultReporter:
         """Whether the validation of the newest epoch is missing, and no training followed."""
         if self._due_step == self.position.global_step:
             return True
-        return self.position.epoch > self._num_validated_epochs and self.is_validation_due
+        return self.num_completed_epochs > self._num_validated_epochs and self.is_validation_due
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics that callbacks need in the next validation, if it is missing."""
         if not self.lacks_validation:
             return {}
-        is_newest = self.metrics.get("epoch") == self.position.epoch
+        is_newest = self.metrics.get("epoch") == self.num_completed_epochs
         return {"validation_due": flatten_scalars(self.metrics) if is_newest else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -266,7 +272,7 @@ class ResultReporter:
     def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
         self._due_step = None if due is None else self.position.global_step
-        self._num_validated_epochs = self.position.epoch
+        self._num_validated_epochs = self.num_completed_epochs
         call = CallInfo("train", time.time(), 0.0)
         self._training = None if due is None else MergedResult([], due, call)
         self._validation = None

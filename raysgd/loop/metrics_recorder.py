@@ -88,7 +88,8 @@ class MetricsRecorder:
             LogPoint(
                 call_number=call.call_number,
                 global_step=position.global_step,
-                epoch=position.epoch + (position.offset > 0),
+                num_completed_epochs=position.epoch,
+                in_epoch=position.offset > 0,
                 metrics=metrics,
                 timing=timing,
                 seconds=sum(timing.phase_s) - sum(self._totals_at_point.phase_s),

@@ -146,7 +146,7 @@ class OperatorRunner(Runner, ABC):
         has_copies = recorder.is_merged and segment is not None
         num_copies = train_state.context.world_size if has_copies else 1
         position = ReportedPosition(
-            epoch=now.epoch,
+            num_completed_epochs=now.epoch,
             in_epoch=now.offset > 0,
             global_step=now.global_step,
             validation_offset=now.validation_offset,

@@ -11,7 +11,7 @@ from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.driver.operator_trainer import OperatorTrainer
-from raysgd.driver.properties import argument
+from raysgd.driver.properties import option_property
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.creators import Creators, creator_class
 from raysgd.loop.operator_base import check_operator
@@ -159,8 +159,8 @@ class TFTrainer(OperatorTrainer):
 
     num_replicas: int = forward_to("max_workers", "Older name of ``max_workers``.")
     verbose: bool = forward_to("use_tqdm", "Older name of ``use_tqdm``.")
-    model_creator = argument("training_operator_cls._model_creator")
-    data_creator = argument("training_operator_cls._data_creator")
+    model_creator = option_property("training_operator_cls._model_creator")
+    data_creator = option_property("training_operator_cls._data_creator")
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a file of `save`. This is the older name of `load`."""

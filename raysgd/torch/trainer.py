@@ -16,7 +16,7 @@ from raysgd._internal.imports import lazy_names
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
 from raysgd.driver.operator_trainer import OperatorTrainer, known_arguments
-from raysgd.driver.properties import argument
+from raysgd.driver.properties import option_property
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
@@ -126,8 +126,8 @@ class TorchTrainer(OperatorTrainer):
         options = TorchOptions.from_arguments(locals())
         super().__init__(options, TorchRunner, initialization_hook, callbacks, logdir)
 
-    wrap_ddp = argument("wrap_ddp")
-    scheduler_step_freq = argument("scheduler_step_freq")
+    wrap_ddp = option_property("wrap_ddp")
+    scheduler_step_freq = option_property("scheduler_step_freq")
     max_replicas: int = forward_to("max_workers", "Older name of ``max_workers``.")
 
     @property

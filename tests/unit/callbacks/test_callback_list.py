@@ -76,13 +76,13 @@ def test_hooks_follow_the_documented_order_for_random_calls(make_trainer, operat
         "on_exception": 0,
     }
     for operation in operations:
-        done = trainer._controller.record.newest_status.position.epoch
+        done = trainer.num_completed_epochs
         if operation == "epoch":
             trainer.train()
             expected["on_epoch_end"] += 1
         elif operation == "steps":
             trainer.train(num_steps=3)
-            completed = trainer._controller.record.newest_status.position.epoch > done
+            completed = trainer.num_completed_epochs > done
             expected["on_epoch_end" if completed else "on_partial_epoch_end"] += 1
         elif operation == "validate":
             trainer.validate()

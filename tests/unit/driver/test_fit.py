@@ -576,6 +576,16 @@ def test_log_every_starts_anew_after_an_earlier_state_is_loaded(make_trainer):
     assert seen == [2, 4, 2, 4]
 
 
+def test_an_epoch_with_points_is_completed_at_its_end(make_trainer):
+    class Points(Callback):
+        def on_log(self, trainer, call, metrics):
+            seen.append((trainer.global_step, trainer.epoch, trainer.num_completed_epochs))
+
+    seen = []
+    make_trainer(Logging, callbacks=[Points()]).fit(2, log_every=2)
+    assert seen == [(2, 1, 0), (4, 1, 0), (6, 2, 1), (8, 2, 1), (10, 2, 2)]
+
+
 def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path, board):
     def points():
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -20,7 +20,8 @@ def part(call, step, num_samples, reaches_log_step=True):
     return LogPoint(
         call_number=call,
         global_step=step,
-        epoch=1,
+        num_completed_epochs=0,
+        in_epoch=True,
         metrics={"num_samples": num_samples},
         timing=PhaseTotals(),
         seconds=0.1,

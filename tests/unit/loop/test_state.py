@@ -109,7 +109,8 @@ def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice()
     # the interrupted call asked for one epoch
     second.handle(TrainRequest(call_number=0, until_epoch=1))
     assert second.operator.trained == []
-    assert (second.status().position.epoch, second.status().position.global_step) == (1, 5)
+    position = second.status().position
+    assert (position.num_completed_epochs, position.global_step) == (1, 5)
 
 
 def begin_averages(operator):
