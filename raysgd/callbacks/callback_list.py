@@ -134,7 +134,7 @@ class CallbackList:
         with contextlib.ExitStack() as ending:
             for callback in () if self._depth else self:
                 if (location := callback.save_location(self.trainer.logdir)) is not None:
-                    folder = os.path.realpath(location.name)
+                    folder = os.path.realpath(location.path)
                     if _FOLDER_OWNERS.setdefault(folder, self) is not self:
                         raise ValueError(_SHARED.format("Two trainers", folder))
                     ending.callback(_FOLDER_OWNERS.pop, folder, None)
@@ -330,7 +330,7 @@ def as_callbacks(
             )
     found = [each.save_location(logdir) for each in (*attached, *checked)]
     folders = [folder for folder in found if folder is not None]
-    if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
+    if len({os.path.realpath(folder.path) for folder in folders}) < len(folders):
         raise ValueError(_SHARED.format(f"{caller}: two CheckpointCallbacks", folders[-1].label))
     return checked
 

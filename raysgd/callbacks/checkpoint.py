@@ -108,7 +108,7 @@ class CheckpointCallback(Callback):
         self._is_rated = False
         folder = self.save_location(trainer.logdir)
         experiment = self._experiment or trainer.operator_name
-        self._store = self._new_store(folder.name, experiment=experiment)
+        self._store = self._new_store(folder.path, experiment=experiment)
         self._saved_at = trainer.global_step
         if self._resume and not trainer.has_trained:
             self._restore(trainer, self._store)

@@ -24,7 +24,7 @@ class UnreachableError(CheckpointError):
 class Location:
     """The path or URL of a file or folder that may be missing. Methods raise CheckpointError.
 
-    `name` is the absolute path or the URL. `label` is `name` without passwords and signatures.
+    `path` is the absolute path or the URL. `label` is `path` without passwords and signatures.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,12 +38,12 @@ class Location:
                 local = as_path("path", rest if separator else text)
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
-            self.name = self.label = str(local.absolute())
+            self.path = self.label = str(local.absolute())
         else:
-            self.name, self.label = text, redact_url(text)
+            self.path, self.label = text, redact_url(text)
 
     def child(self, name: str) -> Location:
-        return Location(f"{self.name.rstrip('/')}/{name}")
+        return Location(f"{self.path.rstrip('/')}/{name}")
 
     def write(self, fill: Callable[[IO[bytes]], Any], reraised: Sequence[Exception] = ()) -> str:
         """Write a file completely or not at all, and return its name.
@@ -54,7 +54,7 @@ class Location:
         """
         try:
             if self.is_local:
-                target = Path(self.name).resolve()
+                target = Path(self.path).resolve()
                 with atomic_write(target) as file:
                     fill(file)
                 return str(target)
@@ -63,7 +63,7 @@ class Location:
                     fill(file)
                 with self._file_system("save to") as (fs, path):
                     _upload(str(local), fs, path)
-            return self.name
+            return self.path
         except Exception as error:
             if isinstance(error, CheckpointError) or error in reraised:
                 raise
@@ -125,13 +125,13 @@ class Location:
 
         try:
             # Do not use url_to_fs for local paths, because it would split a path at "::".
-            yield (filesystem("file"), self.name) if self.is_local else url_to_fs(self.name)
+            yield (filesystem("file"), self.path) if self.is_local else url_to_fs(self.path)
         except CheckpointError:
             raise
         except Exception as error:
             if isinstance(error, FileNotFoundError) and verb == "load":
                 raise CheckpointError(f"Cannot load {self.label}: there is no such file.") from None
-            text = without_secrets(first_line(error).replace(self.name, self.label))
+            text = without_secrets(first_line(error).replace(self.path, self.label))
             may_be_intact = not self.is_local or isinstance(error, PermissionError)
             kind = UnreachableError if may_be_intact else CheckpointError
             # The text of a remote error may contain a secret.

@@ -53,7 +53,7 @@ class CheckpointFolder:
         self._manifests = {name: known[name] for name in names if name in known}
         for name in (each for each in names if each not in known):
             try:
-                manifest = read_manifest(self._folder.child(name).name)
+                manifest = read_manifest(self._folder.child(name).path)
             except UnreachableError:
                 raise
             except CheckpointError as error:
@@ -77,7 +77,7 @@ class CheckpointFolder:
         for name in names:
             file = self._folder.child(name)
             try:
-                content, manifest = read(file.name)
+                content, manifest = read(file.path)
             except UnreachableError:
                 raise
             except CheckpointError as error:
@@ -212,7 +212,7 @@ class CheckpointStore(CheckpointFolder):
             experiment=self._experiment,
             metrics=numbers,
         )
-        path = write_file(state, self._folder.child(name).name, manifest)
+        path = write_file(state, self._folder.child(name).path, manifest)
         self._manifests[name] = manifest
         self._remove_surplus(name)
         return path
@@ -222,7 +222,7 @@ class CheckpointStore(CheckpointFolder):
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
         self._read_manifests(self._names())
         rated = [name for name in self._list_best_first() if self._rating(name)[0]]
-        return self._folder.child(rated[0]).name if rated else None
+        return self._folder.child(rated[0]).path if rated else None
 
     def restore(self) -> RestoredCheckpoint | None:
         """Load the newest intact checkpoint. Warn of newer ones that are damaged.
@@ -238,7 +238,7 @@ class CheckpointStore(CheckpointFolder):
             return None
         name, state, _ = self._load_first(names, read_checkpoint)
         file = self._folder.child(name)
-        return RestoredCheckpoint(file.name, {**state, "parent": {"path": file.label}})
+        return RestoredCheckpoint(file.path, {**state, "parent": {"path": file.label}})
 
 
 def name_numbers(name: str) -> tuple[int, ...]:

@@ -127,7 +127,7 @@ class StateTransfer:
                 )
                 return self._stream(target, manifest, request)
             state = {**self._collect_from_workers("save", frozen), **driver_entries}
-            return checkpoint.write_file(state, target.name, manifest)
+            return checkpoint.write_file(state, target.path, manifest)
 
     def _stream(self, target: Location, manifest: checkpoint.Manifest, request: SaveRequest) -> str:
         errors: list[Exception] = []

@@ -69,7 +69,7 @@ class GroupBuilder:
     def rejoin(self) -> AttemptResult:
         """Form the next generation of the members, and of replacement workers that are ready."""
         began = self.group.clock.monotonic()
-        if lost := self._await_unreturned():
+        if lost := self._await_unfinished():
             return AttemptResult("broken", lost=self._discard_lost(lost))
         joining, leaving = self.starter.membership_changes()
         statuses, lost = self.rpc.probe_or_kill([*self.group.members, *joining])
@@ -95,13 +95,13 @@ class GroupBuilder:
             logger.warning("%s", warning)
         return AttemptResult("ready")
 
-    def _await_unreturned(self) -> LostWorkers:
+    def _await_unfinished(self) -> LostWorkers:
         """Wait for workers that are busy with a failed call. Return the lost ones."""
         rpc, supports_live_join = self.rpc, self.policy.supports_live_join
         # A worker that holds the GIL receives its interruption late.
-        _, silent = rpc.probe_or_kill(rpc.unreturned if supports_live_join else ())
+        _, silent = rpc.probe_or_kill(rpc.unfinished if supports_live_join else ())
         patience_s = _STRAGGLER_S if supports_live_join else _RESTART_STRAGGLER_S
-        return silent or rpc.await_unreturned(patience_s)
+        return silent or rpc.await_unfinished(patience_s)
 
     def _handle_failed_rejoin(
         self, attempt: Attempt, joining: Sequence[WorkerHandle]
@@ -130,7 +130,7 @@ class GroupBuilder:
     def _lacks_good_state(self, of_leader: WorkerStatus) -> bool:
         """Return whether the newest state is damaged, and all workers can restart from another."""
         # Without a snapshot, remote workers start again from `setup`.
-        has_other = self.snapshots.receive() or not self.group.options.is_inline
+        has_other = self.snapshots.store_arrived() or not self.group.options.is_inline
         may_restart = self.policy.keeps_snapshots and not self.record.call.replaces_state
         return of_leader.state_status.condition == "damaged" and has_other and may_restart
 
@@ -230,7 +230,7 @@ class GroupBuilder:
         members = self.group.sort_by_node(sorted(joining, key=lambda member: member.is_remote))
         self.record.assign_ranks(members)
         status = WorkerStatus()
-        for attempt in self._start_phases(members):
+        for attempt in self._start_stages(members):
             if attempt.has_failed:
                 self._handle_failed_start(attempt, members)
                 return False
@@ -244,8 +244,8 @@ class GroupBuilder:
             self.starter.discard_pending()
         return True
 
-    def _start_phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
-        """Start a group, and yield the attempt of each phase."""
+    def _start_stages(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
+        """Start a group, and yield the attempt of each stage."""
         leader = None if self.starter.sets_up_together else 0
         if leader is not None:  # the other workers get the snapshot from the leader
             yield from self._load_snapshot(members[:1])
@@ -262,7 +262,7 @@ class GroupBuilder:
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
         with serve_value(packed, [member.location.node_ip for member in members]) as offer:
             futures = {member: member.submit_work(Worker.handle, offer) for member in members}
-            attempt = self._await_phase(futures, "load")
+            attempt = self._await_stage(futures, "load")
         yield attempt
 
     def _handle_failed_start(self, attempt: Attempt, members: Sequence[WorkerHandle]) -> None:
@@ -308,20 +308,20 @@ class GroupBuilder:
         if leader is None:
             self.starter.record_set_up(contexts)
             futures = {m: m.submit_work(Worker.setup, c, rendezvous) for m, c in contexts.items()}
-            attempt = self._await_phase(futures, "set up")
+            attempt = self._await_stage(futures, "set up")
         else:
             futures = {
                 m: m.submit_work(Worker.rejoin, c, rendezvous, leader) for m, c in contexts.items()
             }
-            attempt = self._await_phase(futures, "join a new generation")
+            attempt = self._await_stage(futures, "join a new generation")
         if not attempt.has_failed:
             self._num_failed_rejoins = 0
             if self.backend is not None:
                 self.backend.release_rendezvous()
         return attempt
 
-    def _await_phase(self, futures: Mapping[WorkerHandle, Future[Outcome]], task: str) -> Attempt:
-        """Wait for one phase of a start or a rejoin, up to `timeout_s`."""
+    def _await_stage(self, futures: Mapping[WorkerHandle, Future[Outcome]], task: str) -> Attempt:
+        """Wait for one stage of a start or a rejoin, up to `timeout_s`."""
         attempt, timeout_s = Attempt(futures, self.group.clock), self.rpc.timeout_s
         now = self.group.clock.monotonic
         deadline, log_at = now() + timeout_s, now() + _LOG_WAIT_EVERY_S

@@ -56,7 +56,7 @@ class AttemptResult(NamedTuple):
 
 
 class Attempt:
-    """Collects the outcomes of a request to several workers, or of a phase of a start or a rejoin.
+    """Collects the outcomes of a request to several workers, or of a stage of a start or a rejoin.
 
     Causes are lost workers, the first user error, and `why_new_generation`, but no collectives.
     """
@@ -166,15 +166,15 @@ class GroupRpc:
     ) -> None:
         self._group, self._record = record.group, record
         self.check_open, self.timeout_s = check_open, timeout_s
-        self._unfinished: dict[WorkerHandle, Future[Outcome]] = {}
+        self._abandoned: dict[WorkerHandle, Future[Outcome]] = {}
         self._pausing_generation: int | None = None
 
     @property
-    def unreturned(self) -> dict[WorkerHandle, Future[Outcome]]:
+    def unfinished(self) -> dict[WorkerHandle, Future[Outcome]]:
         """Workers whose call has failed, or still runs, since the driver stopped waiting for it."""
         return {
             member: future
-            for member, future in self._unfinished.items()
+            for member, future in self._abandoned.items()
             if self._group.slot_of(member) and not (future.done() and not future.exception())
         }
 
@@ -198,7 +198,7 @@ class GroupRpc:
 
     def interrupt(self, attempt: Attempt) -> None:
         """Make an attempt fail on all members, because each may wait for any other."""
-        self._unfinished |= attempt.pending
+        self._abandoned |= attempt.pending
         members = dict.fromkeys([*self._group.members, *attempt.members])
         self._call_control(members, Worker.interrupt, self._record.generation)
 
@@ -208,17 +208,17 @@ class GroupRpc:
         self.interrupt(attempt)
         attempt.collect_until(_RETURN_S)  # survivors return
         attempt.collect_until(_NODE_LOSS_S, ends_at_cause=True)  # Ray reports a lost node late
-        self._unfinished = self.unreturned
+        self._abandoned = self.unfinished
 
     def interrupt_and_send(self, request: Request) -> None:
         """Interrupt the members, and send a request to those that are idle."""
-        unreturned = self.unreturned  # they were interrupted before
-        idle = [member for member in self._group.members if member not in unreturned]
+        unfinished = self.unfinished  # they were interrupted before
+        idle = [member for member in self._group.members if member not in unfinished]
         self._call_control(idle, Worker.interrupt, self._record.generation)
         packed = pack_as(request.name, request)
         futures = {member: member.submit_work(Worker.handle, packed) for member in idle}
         self._group.clock.wait(futures.values(), ANSWER_S)
-        self._unfinished |= futures  # the next call detects lost workers among them
+        self._abandoned |= futures  # the next call detects lost workers among them
 
     def _call_control(
         self, members: Iterable[WorkerHandle], method: Any, *arguments: Any
@@ -248,12 +248,12 @@ class GroupRpc:
             logger.warning("%s failed on worker %s: %r", request.name, where, error)
         return outcomes
 
-    def await_unreturned(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
+    def await_unfinished(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.
 
         Workers that are still busy after `patience_s` are lost.
         """
-        attempt = Attempt(self.unreturned, self._group.clock)
+        attempt = Attempt(self.unfinished, self._group.clock)
         try:
             log_after_s = min(_LOG_BUSY_AFTER_S, patience_s)
             attempt.collect_until(log_after_s)
@@ -265,7 +265,7 @@ class GroupRpc:
                 )
                 attempt.collect_until(patience_s - log_after_s)
         finally:
-            self._unfinished = attempt.pending
+            self._abandoned = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"
         if not all(member.is_remote for member in attempt.pending):  # the driver cannot kill itself
             raise WorkerTimeoutError(

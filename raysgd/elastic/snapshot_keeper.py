@@ -69,7 +69,7 @@ class SnapshotKeeper:
 
     def request_newer(self, statuses: Mapping[WorkerHandle, WorkerStatus]) -> None:
         """Fetch a newer snapshot from the members, without waiting."""
-        self.receive()
+        self.store_arrived()
         if len(statuses) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
         step, num_invalidations = next(
@@ -135,7 +135,7 @@ class SnapshotKeeper:
         return []
 
     def load(self) -> Mapping[str, Any] | None:
-        if not self.receive():
+        if not self.store_arrived():
             return None
         try:
             return collect_shards([read() for read in self._shards])
@@ -145,7 +145,7 @@ class SnapshotKeeper:
                 "continue, load another checkpoint: trainer.load(path)."
             ) from error
 
-    def receive(self) -> bool:
+    def store_arrived(self) -> bool:
         """Store a snapshot that has arrived. Return whether there is a state to load."""
         if self._incoming is not None and all(a.done() for a in self._incoming.futures):
             (step, inbox, futures), self._incoming = self._incoming, None

@@ -31,8 +31,8 @@ _MAX_SETUP_CRASHES = 3
 _CHECK_SLOT_EVERY_S = 0.25
 """Seconds between two checks for free resources."""
 
-Phase = Literal["come up", "start", "set up", "ready"]
-"""What a pending worker does. In the last phase, it can join."""
+StartStage = Literal["come up", "start", "set up", "ready"]
+"""What a pending worker does. In the last stage, it can join."""
 
 
 @dataclass(eq=False)
@@ -46,27 +46,27 @@ class PendingWorker:
     replaces_lost: bool
     context: WorkerContext | None = None
     handle: WorkerHandle | None = None
-    phase: Phase = "come up"
+    stage: StartStage = "come up"
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.group = self.starter.group
-        self._phases = self._run_phases()
+        self._stages = self._run_stages()
 
     def advance(self) -> None:
         if self.error is not None:
             return
         try:
-            next(self._phases)
+            next(self._stages)
         except StopIteration:
-            self.phase = "ready"
+            self.stage = "ready"
         except BaseException as error:
             self.error = error  # also store it after Ctrl-C, because the generator has ended
             if not isinstance(error, Exception):
                 raise
 
-    def _run_phases(self) -> Iterator[None]:
-        """Take the phases. Yield while a phase must wait."""
+    def _run_stages(self) -> Iterator[None]:
+        """Take the stages. Yield while a stage must wait."""
         while not self.slot.is_ready:
             check_at = self.group.clock.monotonic() + _CHECK_SLOT_EVERY_S
             while self.group.clock.monotonic() < check_at:
@@ -81,7 +81,7 @@ class PendingWorker:
         setup = None if self.starter.sets_up_together else self._submit_setup(handle)  # queues both
         yield from self._await_outcome(created, "start")
         while self.starter.sets_up_together:
-            self.phase = "ready"
+            self.stage = "ready"
             yield
         yield from self._await_outcome(setup or self._submit_setup(handle), "set up")
 
@@ -98,21 +98,21 @@ class PendingWorker:
         context = self.context = replace(self.context, generation=self.starter.record.generation)
         return handle.submit_work(Worker.setup, context, None)
 
-    def _await_outcome(self, future: Future[Outcome], phase: Phase) -> Iterator[None]:
-        yield from self._wait_for(future, phase, self.starter.timeout_s)
+    def _await_outcome(self, future: Future[Outcome], stage: StartStage) -> Iterator[None]:
+        yield from self._wait_for(future, stage, self.starter.timeout_s)
         outcome = future.result()
         if outcome.kind != "ok":
             self.error = outcome.exception()  # a generator cannot raise StopIteration
             yield
 
-    def _wait_for(self, future: Future[Any], phase: Phase, timeout_s: float) -> Iterator[None]:
-        self.phase = phase
+    def _wait_for(self, future: Future[Any], stage: StartStage, timeout_s: float) -> Iterator[None]:
+        self.stage = stage
         deadline = self.group.clock.monotonic() + timeout_s
         while not future.done():
             if self.group.clock.monotonic() > deadline:
-                advice = START_ADVICE if phase == "come up" else "To wait longer, raise timeout_s."
+                advice = START_ADVICE if stage == "come up" else "To wait longer, raise timeout_s."
                 raise WorkerTimeoutError(
-                    f"Worker {self.rank} took longer than {timeout_s:g} s to {phase}. {advice}"
+                    f"Worker {self.rank} took longer than {timeout_s:g} s to {stage}. {advice}"
                 )
             yield
 
@@ -126,7 +126,7 @@ class WorkerStarter:
     runner_arguments: Sequence[Any]
     """Arguments of `Worker.create_runner`."""
     timeout_s: float
-    """Timeout in seconds for each phase of a pending worker from ``create_runner`` on."""
+    """Timeout in seconds for each stage of a pending worker from ``create_runner`` on."""
     error: BaseException | None = None
     """Error of the newest worker, if another worker would fail in the same way."""
 
@@ -136,8 +136,8 @@ class WorkerStarter:
         self._pending: list[PendingWorker] = []
         self._lost_slots: set[AnySlot | None] = set()
         """Slots that lost a member or a pending worker, until a worker of the slot joins."""
-        self._crashes_in_row: dict[AnySlot | None, tuple[Phase, int]] = {}
-        """By slot: the phase of the newest crashes of pending workers, and their number."""
+        self._crashes_in_row: dict[AnySlot | None, tuple[StartStage, int]] = {}
+        """By slot: the stage of the newest crashes of pending workers, and their number."""
         self.starts_left = self.config.max_start_attempts
         """Number of failed starts until no more workers start. A reset restores it."""
         self._next_starts: dict[AnySlot, float] = {}
@@ -249,24 +249,24 @@ class WorkerStarter:
         """Discard a worker, and decide when its slot starts another one.
 
         After a crash, the slot does so immediately. After an exception, or several crashes in a row
-        in one phase, it waits, longer each time, up to `max_start_attempts` times until a reset.
+        in one stage, it waits, longer each time, up to `max_start_attempts` times until a reset.
         An exception and repeated crashes in user code set `error`, which ends a start. A timeout
         does so only in the first start.
         """
         self._remove(worker)
-        handle, slot, phase = worker.handle, worker.slot, worker.phase
+        handle, slot, stage = worker.handle, worker.slot, worker.stage
         cause = cause_of(handle, error)
         self.record.add_event("replacement_failed", [] if handle is None else [handle], cause=cause)
         if is_worker_failure(error):
             self._lost_slots.add(slot)
-            before, count = self._crashes_in_row.get(slot, (phase, 0))
-            count = count + 1 if phase == before else 1
-            self._crashes_in_row[slot] = phase, count
-            most = _MAX_SETUP_CRASHES if phase == "set up" else self.config.max_start_attempts
+            before, count = self._crashes_in_row.get(slot, (stage, 0))
+            count = count + 1 if stage == before else 1
+            self._crashes_in_row[slot] = stage, count
+            most = _MAX_SETUP_CRASHES if stage == "set up" else self.config.max_start_attempts
             if count < most:
                 return
-            if handle is not None and phase in ("start", "set up"):  # these run user code
-                where = "setup" if phase == "set up" else "initialization_hook or an import"
+            if handle is not None and stage in ("start", "set up"):  # these run user code
+                where = "setup" if stage == "set up" else "initialization_hook or an import"
                 self.error = WorkerLostError(
                     f"Worker {worker.rank} died {count} times in a row in {where}, the last "
                     f"time on {handle.node_name}: {cause}",
@@ -303,7 +303,7 @@ class WorkerStarter:
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         may_resize = is_short or self._has_cooled_down()
-        ready = [w for w in self._pending if w.phase == "ready" and (may_resize or w.replaces_lost)]
+        ready = [w for w in self._pending if w.stage == "ready" and (may_resize or w.replaces_lost)]
         return [worker.handle for worker in ready if worker.handle is not None]
 
     def membership_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
@@ -329,7 +329,7 @@ class WorkerStarter:
 
         It always waits for a worker in the driver's process.
         """
-        late = {w.slot: w.handle for w in self._pending if w.handle and w.phase != "ready"}
+        late = {w.slot: w.handle for w in self._pending if w.handle and w.stage != "ready"}
         if self.group.members or not late:
             return 0.0
         if not all(handle.is_remote for handle in late.values()):
@@ -342,7 +342,7 @@ class WorkerStarter:
         """Record that pending workers set up together, in these contexts."""
         for worker in self._pending:
             if (handle := worker.handle) is not None and handle in contexts:
-                worker.context, worker.phase = replace(contexts[handle], is_alone=True), "set up"
+                worker.context, worker.stage = replace(contexts[handle], is_alone=True), "set up"
 
     def forget_joined(self, handles: Collection[WorkerHandle]) -> None:
         for worker in [each for each in self._pending if each.handle in handles]:

@@ -273,7 +273,7 @@ class RunCheckpoints(CheckpointFolder):
             manifest = Manifest(
                 world_size=len(results), global_step=result.iteration, metrics=dict(result.numbers)
             )
-            write_pickle(blob, self._folder.child(name).name, manifest)
+            write_pickle(blob, self._folder.child(name).path, manifest)
             self._manifests[name] = manifest
             self._remove_surplus(name)
         self.number += 1
@@ -318,4 +318,4 @@ class RunCheckpoints(CheckpointFolder):
         ]
 
     def _path_of(self, name: str) -> Path:
-        return Path(self._folder.child(name).name)
+        return Path(self._folder.child(name).path)

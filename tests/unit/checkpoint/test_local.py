@@ -106,8 +106,8 @@ def test_a_path_is_local_and_absolute(tmp_path, monkeypatch):
     for path in ("a/b.pt", Path("a/b.pt"), tmp_path / "a/b.pt", f"file://{tmp_path}/a/b.pt"):
         location = Location(path)
         assert location.is_local
-        assert location.name == str(tmp_path / "a" / "b.pt")
-    assert Location("~/x.pt").name == "/home/somebody/x.pt"
+        assert location.path == str(tmp_path / "a" / "b.pt")
+    assert Location("~/x.pt").path == "/home/somebody/x.pt"
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ class LargeMember(FakeMember):
 
 def fetch_all(keeper, member, step):
     keeper.request_newer({member: at(step)})
-    wait_until(lambda: (keeper.receive(), keeper._incoming)[1] is None)
+    wait_until(lambda: (keeper.store_arrived(), keeper._incoming)[1] is None)
 
 
 def test_the_driver_stores_large_states_in_a_file_without_a_name(keeper, tmp_path, monkeypatch):
@@ -220,10 +220,10 @@ class Unreadable:
 
 def test_a_snapshot_is_not_read_to_know_that_it_exists(keeper):
     member = FakeMember()
-    assert not keeper.receive()
+    assert not keeper.store_arrived()
     keeper.request_newer({member: at(5)})
     member.send(Unreadable())
-    assert keeper.receive()
+    assert keeper.store_arrived()
     with pytest.raises(ValueError, match="read only for a restart"):
         keeper.load()
 
@@ -237,7 +237,7 @@ def test_a_missed_answer_of_rank_0_does_not_repeat_a_snapshot():
         {first: at(5), second: at(None)},
     ):
         keeper.request_newer(answers)
-        if not keeper.receive():
+        if not keeper.store_arrived():
             first.send({"step": 5})
     assert len(first.asked) == 1
 

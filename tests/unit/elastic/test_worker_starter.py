@@ -44,9 +44,9 @@ def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
 
 
 @pytest.mark.parametrize(
-    ("phase", "after_s", "most"), [("start", 0.1, 5), ("set up", 0.3, 3), ("ready", 0.8, 5)]
+    ("stage", "after_s", "most"), [("start", 0.1, 5), ("set up", 0.3, 3), ("ready", 0.8, 5)]
 )
-def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after_s, most):
+def test_a_slot_with_repeated_losses_in_the_same_stage_waits(world, stage, after_s, most):
     controller = world.drive(
         3, resize_cooldown_s=0.0, backoff_initial_s=2.0, max_start_attempts=5
     ).controller
@@ -57,7 +57,7 @@ def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after
         began.append((world.now, controller._starter.error))
         member.start_s, life_s = 0.2, next(lives_s, None)
         if life_s == 0.0:
-            member.die("OOM")  # while it comes up, which is another phase
+            member.die("OOM")  # while it comes up, which is another stage
         elif life_s is not None:
             world.plan(life_s, lambda: member.die("OOM"))
 
@@ -67,8 +67,8 @@ def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after
     times, errors = zip(*began, strict=True)
     long = [n for n in range(1, len(times)) if times[n] - times[n - 1] > 1.9]
     assert (long, len(times)) == ([2 * most], 2 * most + 1)
-    # user code runs only in these phases
-    assert [error is not None for error in errors] == [False] * 2 * most + [phase != "ready"]
+    # user code runs only in these stages
+    assert [error is not None for error in errors] == [False] * 2 * most + [stage != "ready"]
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
