@@ -163,6 +163,13 @@ class GroupBuilder:
         if call.leaving_metrics_request is None or not members:
             return
         outcomes = self.rpc.send_to_idle(members, call.leaving_metrics_request, ANSWER_S)
+        if silent := [member.node_name for member in members if member not in outcomes]:
+            logger.warning(
+                "The result of %s() lacks the metrics of workers that leave %s. They did not "
+                "arrive in time.",
+                call.name,
+                ", ".join(silent),
+            )
         call.leaving_outcomes.extend(e for e in outcomes.values() if e.unpack() is not None)
         call.log_points.add({member: each.status for member, each in outcomes.items()}, ())
 

@@ -72,6 +72,27 @@ def test_metrics_of_a_worker_that_left_do_not_count_if_its_steps_run_again(start
     assert [outcome.unpack() for outcome in record.leaving_outcomes] == ["of 1"] * (not repeated)
 
 
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_missing_metrics_of_a_leaving_worker_are_reported(start, is_silent, caplog):
+    world, controller = start(room=6)
+    before = controller.members[0]
+    world.at_step(20, lambda: controller.drain(None, 0, 60.0))
+    collect = controller._builder.collect_metrics
+
+    def collect_metrics(members):
+        before.silent = is_silent  # when the others have formed the next generation
+        collect(members)
+
+    controller._builder.collect_metrics = collect_metrics
+    record = train(controller, 200)
+    assert len(record.leaving_outcomes) == (not is_silent)
+    missing = [text for text in caplog.messages if "metrics" in text]
+    assert missing == is_silent * [
+        f"The result of train() lacks the metrics of workers that leave {before.node_name}. They "
+        "did not arrive in time."
+    ]
+
+
 def test_leaving_worker_that_dies_is_no_loss(start):
     world, controller = start(room=6)
     before = controller.members[0]
