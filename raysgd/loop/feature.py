@@ -35,8 +35,8 @@ class UpdateFeature:
     All ranks call these hooks together, so they may communicate, and raise if a worker is lost:
     `sync_initial_state`, `begin_generation`, `receive`, `begin_call`, `begin_update`,
     `begin_micro_batch`, `before_optimizer_step`, `before_commit`, `sync_buffers`, `before_export`.
-    The others must not communicate: `roll_back` runs on some ranks, and after `commit` no error can
-    undo an update.
+    `commit` may communicate too, but an error in it undoes nothing. The others must not: only some
+    ranks may call `roll_back`.
 
     Only PyTorch calls `observe_loss`, `before_optimizer_step`, `receive`, and methods of states.
     Besides its own hooks and attributes, a feature may use:
