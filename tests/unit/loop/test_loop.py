@@ -445,7 +445,7 @@ def test_a_loop_that_stops_by_itself_ends_its_epoch(start, length):
         call()
         reached = epoch, length + step, pytest.approx(factor)
         assert (trainer.epoch, trainer.global_step, rate(operator)) == reached
-        replay = trainer._dispatcher._make_replay(trainer._results.position)
+        replay = trainer._dispatcher._make_replay(trainer._reporter.position)
         trainer.load_state_dict(fresh)
         trainer._dispatcher.controller.run(replay)
         assert (trainer.epoch, trainer.global_step, rate(operator)) == reached
@@ -732,7 +732,7 @@ def test_a_replay_adds_the_extra_epoch_of_a_call_once(start):
     trainer.train(num_steps=5)
     trainer.train()  # began at the end of an epoch
     dispatcher = trainer._dispatcher
-    dispatcher.controller.run(dispatcher._make_replay(trainer._results.position))
+    dispatcher.controller.run(dispatcher._make_replay(trainer._reporter.position))
     assert operator.global_step == 10
 
 
