@@ -112,9 +112,6 @@ class StateTransfer:
         self.dispatcher.check_open()
         target, controller = Location(path), self.dispatcher.controller
         members, has_shards = controller.members, controller.record.has_shards
-        manifest = checkpoint.Manifest(
-            world_size=len(members), operator_name=self.options.training_operator_cls.__qualname__
-        )
         is_remote = bool(members) and all(member.is_remote for member in members)
         with controller.speed.saving():
             driver_entries = self._driver_entries(provenance)
@@ -125,9 +122,16 @@ class StateTransfer:
                     label=target.label,
                     frozen=frozen,
                 )
-                return self._stream(target, manifest, request)
+                return self._stream(target, self._manifest(), request)
             state = {**self._collect_from_workers("save", frozen), **driver_entries}
-            return checkpoint.write_file(state, target.path, manifest)
+            return checkpoint.write_file(state, target.path, self._manifest())
+
+    def _manifest(self) -> checkpoint.Manifest:
+        """Return the manifest of a file, after the workers have answered: some may be lost."""
+        return checkpoint.Manifest(
+            world_size=len(self.dispatcher.controller.members),
+            operator_name=self.options.training_operator_cls.__qualname__,
+        )
 
     def _stream(self, target: Location, manifest: checkpoint.Manifest, request: SaveRequest) -> str:
         errors: list[Exception] = []

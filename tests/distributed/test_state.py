@@ -181,6 +181,12 @@ def test_another_worker_writes_the_file_if_the_first_is_lost(two, tmp_path):
     assert read_manifest(path).global_step == read_file(path)["global_step"] == 2
 
 
+def test_the_manifest_counts_the_workers_that_saved(two, tmp_path):
+    os.kill(pids_of(two)[1], signal.SIGKILL)
+    path = two.save(tmp_path / "state.pt")
+    assert read_manifest(path).world_size == len(read_file(path)["data"]["rng"])
+
+
 def test_a_failed_save_names_its_cause_and_leaves_no_file(two, tmp_path):
     before = pids_of(two)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
