@@ -65,7 +65,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
         content = {} if path is None else _parse(path.read_text(encoding="utf-8")) or {}
     except (ValueError, RecursionError) as error:  # also if the text is not in UTF-8
         raise ValueError(f"{path} is not valid YAML: {error}") from error
-    sections = content if isinstance(content, dict) else {str(content): None}
+    sections = content if isinstance(content, dict) else {str(content): content}
     for name, below in sections.items():
         if name not in _SECTIONS or not isinstance(below, dict | None):
             raise ValueError(

@@ -116,12 +116,14 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
         ([*TRAINS, "fit.max_steps=1", "trainer.callbacks=a"], "multiple values for keyword"),
         ([*TRAINS, "fit.max_epochs=2"], "argument 'max_epochs'. Did you mean 'num_epochs'?"),
         (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is not valid YAML"),
+        (["script_of_a_test:Recorder", "--config", "fit.yaml"], "fit.yaml has the key 'fit'"),
         ([*TRAINS, "config.a=1", "config.a.b=2"], "config.a is already"),
         (["script_of_a_test:Recorder"], "needs --num-epochs"),
     ],
 )
 def test_wrong_argument_is_one_sentence(folder, arguments, text):
     (folder / "flat.yaml").write_text("lr: 3\n")
+    (folder / "fit.yaml").write_text("fit\n")
     (folder / "operator.py").touch()
     (folder / "odd.yaml").write_text("a: [3")
     result = fit(*arguments)
