@@ -99,6 +99,8 @@ class OperatorBase:
                 f"steps_per_epoch: the train loader, a {type(source.loader).__name__}, has no "
                 "length. Define its __len__, or do not use steps_per_epoch."
             )
+        if isinstance(of_user := getattr(type(self), name, None), property):
+            return of_user.__get__(self)  # raises the AttributeError that led here
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ---- methods to override

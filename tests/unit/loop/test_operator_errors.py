@@ -148,6 +148,9 @@ def test_steps_per_epoch_needs_a_length(make_trainer):
         _ = operator.steps_per_epoch
     with pytest.raises(AttributeError, match="'Streaming' object has no attribute 'absent'"):
         _ = operator.absent
+    type(operator).misspelled = property(lambda self: self.absnt)
+    with pytest.raises(AttributeError, match="no attribute 'absnt'"):
+        _ = operator.misspelled
 
 
 # ---- loops with their own batches
