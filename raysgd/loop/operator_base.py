@@ -253,11 +253,12 @@ class OperatorBase:
         """Add the metrics of a micro-batch. They count if its update counts."""
         update = self._train_state.update
         micro_batch = update.micro_batch
-        weight = as_metrics(self.train_batch, metrics).get(NUM_SAMPLES, micro_batch.weight)
+        num_samples = as_metrics(self.train_batch, metrics).get(NUM_SAMPLES)
+        weight = micro_batch.weight if num_samples is None else num_samples
         if micro_batch.is_repeated:
-            metrics, weight = {}, 0
+            metrics, weight, num_samples = {}, 0, None
         update.hold_metrics([MicroBatchMetrics(metrics, weight, micro_batch.ends_step)])
-        self._train_state.step_timing.num_samples += float(weight)
+        self._train_state.step_timing.num_samples += float(num_samples or 0)  # 0 is unknown
         if not update.is_open:  # train_epoch has its own batches
             self._train_state.add_metrics(update.pop_metrics())
 

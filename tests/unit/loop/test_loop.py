@@ -264,6 +264,7 @@ def test_batches_without_num_samples_count_as_one_each(start):
 
     trainer, _ = start(Plain)
     assert [repr(call()["num_samples"]) for call in (trainer.train, trainer.validate)] == ["5", "5"]
+    assert trainer.speed().workers[0].samples_per_s == 0.0  # the size of batches is unknown
 
 
 @pytest.mark.parametrize("value", [None, 3.0, [1]])
