@@ -211,7 +211,10 @@ class BatchSource:
     def resume_info(self, epoch: int, offset: int) -> Mapping[str, Any]:
         """Return what identifies the data up to an offset, and where reading can begin again."""
         length = self._data_length if offset else None
-        return {} if length is None else {"epoch": epoch, "length": length}
+        info = {} if length is None else {"epoch": epoch, "length": length}
+        if offset and not self.is_partitioned and (batches := length_of(self.loader)) is not None:
+            info["num_batches"] = batches  # of this worker
+        return info
 
     def check_resume_info(self, info: Mapping[str, Any]) -> None:
         """Raise CheckpointError if the data is not that of a saved `resume_info`."""

@@ -70,7 +70,7 @@ class DataSources(ABC):
                 source.reading_advice,
             )
         # With fixed parts, an error follows.
-        warns = options.num_workers > 1 and not options.layout.has_fixed_parts
+        warns = options.num_workers > 1 and not options.layout.has_logical_workers
         if source.why_not_partitioned and warns:
             self._settings.warn_once(
                 argument,
@@ -141,7 +141,17 @@ class DataSources(ABC):
 
     def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
         """Warn if steps have another number of samples than at a saved position."""
-        now, then = self.training_source.global_batch_size, position.get("global_batch")
+        source, info = self.training_source, position.get("stream", {})
+        batches = info.get("num_batches"), length_of(source.loader)
+        if None not in batches and batches[0] != batches[1]:
+            self._settings.warn_once(
+                "part of a worker",
+                "This worker's part of an epoch had %d batches when the state was saved, and has "
+                "%d now. The epoch continues after as many batches as before, so samples are "
+                "repeated or skipped. Load a checkpoint of the end of an epoch.",
+                *batches,
+            )
+        now, then = source.global_batch_size, position.get("global_batch")
         keeps_size = self._settings.options.layout.keeps_global_batch
         if keeps_size and None not in (now, then) and now != then:
             self._settings.warn_once(
