@@ -27,7 +27,7 @@ class StepLayout:
     seeds_parts: bool = False  # generators of random numbers are seeded for each part
 
     @functools.cached_property
-    def has_fixed_parts(self) -> bool:
+    def has_logical_workers(self) -> bool:
         """Whether a step has a part for each logical worker."""
         return bool(self.logical_workers_argument)
 
@@ -42,7 +42,7 @@ class StepLayout:
 
     def num_trained_parts(self, num_workers: int) -> int:
         """Return the number of parts that `num_workers` workers train in a step."""
-        return self.num_planned_workers(num_workers) if self.has_fixed_parts else num_workers
+        return self.num_planned_workers(num_workers) if self.has_logical_workers else num_workers
 
 
 BY_WORKERS = StepLayout()
@@ -145,7 +145,7 @@ class EpochPartition:
     @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
-        if self.layout.has_fixed_parts:
+        if self.layout.has_logical_workers:
             number, own = self.num_planned_workers, self.logical_workers
             return [(*part_bounds(size, number, i), i < size) for i in own]
         first, stop = part_bounds(size, self.world_size, self.rank, self.shares)
@@ -177,13 +177,13 @@ class EpochPartition:
             total = sum(counted)
             for index, count in enumerate(counted):
                 weight = min(count, 1) if count == total else count / total  # of all: an int
-                if self.layout.has_fixed_parts:  # which a worker has one or more of
+                if self.layout.has_logical_workers:  # which a worker has one or more of
                     weight = count
                 planned.append(MicroBatchPlan(count, weight, step, index == len(counted) - 1))
-        has_fixed_parts = self.layout.has_fixed_parts
-        is_unsplit = not (has_fixed_parts or self.may_split)
+        has_logical_workers = self.layout.has_logical_workers
+        is_unsplit = not (has_logical_workers or self.may_split)
         is_oversized = is_unsplit and any(self._num_micro_batches(size) > 1 for size in sizes)
-        return UpdatePlan(tuple(planned), sum(sizes), is_oversized, has_fixed_parts)
+        return UpdatePlan(tuple(planned), sum(sizes), is_oversized, has_logical_workers)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class UpdatePlan:
     micro_batches: tuple[MicroBatchPlan, ...] = (MicroBatchPlan(),)  # each may be split again
     total_samples: int | None = None  # of all workers; None: unknown
     is_oversized: bool = False  # has an unsplit batch above `max_micro_batch_size`
-    has_fixed_parts: bool = False  # of logical workers, which stay separate micro-batches
+    has_logical_workers: bool = False  # of logical workers, which stay separate micro-batches
 
     @functools.cached_property
     def num_steps(self) -> int:

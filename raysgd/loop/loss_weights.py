@@ -100,7 +100,7 @@ class LossWeights:
 
     def reset(self) -> None:
         self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
-        self.num_earlier_losses = 0  # earlier micro-batches of the update that have one
+        self.num_earlier_micro_batches = 0  # earlier micro-batches of the update that have one
         self.has_no_items = False  # on all workers, so that the next optimizer step is skipped
         self.awaits_count = True  # the next loss sets the count of the micro-batch
         self._newest = ItemCounts()
@@ -111,13 +111,13 @@ class LossWeights:
         self._expected_total = None
 
     def begin_micro_batch(self) -> None:
-        self.num_earlier_losses += self.has_loss
+        self.num_earlier_micro_batches += self.has_loss
         self.has_loss, self.awaits_count = False, True
 
     def end_step(self) -> None:
         # The next loss may be for another optimizer, and sets the count again. With earlier
         # micro-batches, the losses of all optimizers share the count of the first.
-        self.awaits_count = self.awaits_count or not self.num_earlier_losses
+        self.awaits_count = self.awaits_count or not self.num_earlier_micro_batches
 
     def set_total_items(self, num_items: float) -> float:
         """Set the total that the exchange has counted, and return the factor of its sums.
@@ -130,7 +130,7 @@ class LossWeights:
     @property
     def uses_backward(self) -> bool:
         """Whether user code has passed a loss of the update to `backward` of the operator."""
-        return self.has_loss or self.num_earlier_losses > 0
+        return self.has_loss or self.num_earlier_micro_batches > 0
 
     @property
     def counted_items(self) -> float | None:
@@ -169,7 +169,7 @@ class LossWeights:
             if total or self.awaits_count:  # an earlier loss of the batch may have had items
                 self._divisor, self.has_no_items = total, not total
             self.awaits_count = False
-            if self.num_earlier_losses and total:
+            if self.num_earlier_micro_batches and total:
                 is_as_planned = math.isclose(total, planned, rel_tol=1e-12)
                 earlier = 1.0 if is_as_planned else planned / total
         elif num_items not in (None, self._newest.num_items):
@@ -183,7 +183,7 @@ class LossWeights:
 
     def _items_of_loss(self, num_items: float | None) -> ItemCounts:
         micro_batch, earlier = self._update.micro_batch, self._newest
-        if self.num_earlier_losses and (earlier.num_items is None) != (num_items is None):
+        if self.num_earlier_micro_batches and (earlier.num_items is None) != (num_items is None):
             raise ValueError(
                 "backward(num_items=...) was passed for some batches of an accumulation "
                 "group. Pass it for all of them or for none."
@@ -192,7 +192,7 @@ class LossWeights:
         if items is None:
             items = micro_batch.weight
         items = 0.0 if micro_batch.is_repeated else float(items)
-        so_far = items + (earlier.so_far if self.num_earlier_losses else 0.0)
+        so_far = items + (earlier.so_far if self.num_earlier_micro_batches else 0.0)
         return ItemCounts(num_items, items, so_far)
 
     def _totals(self, num_averaging_workers: int, all_reduce: Reduce) -> tuple[float, float]:

@@ -81,7 +81,7 @@ class Options(ABC):
             ),
         )
         if config.get(BATCH_SIZE) is not None:
-            argument = "num_logical_workers" if self.layout.has_fixed_parts else "num_workers"
+            argument = "num_logical_workers" if self.layout.has_logical_workers else "num_workers"
             number = self.layout.num_planned_workers(num_workers)
             config[BATCH_SIZE] = round_batch_size(config[BATCH_SIZE], number, argument)
         check_choice(self.trainer_name, "use_gpu", self.use_gpu, (True, False, "auto"))

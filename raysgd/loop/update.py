@@ -144,13 +144,13 @@ class Update:
     @property
     def is_split(self) -> bool:
         """Whether batches are split into micro-batches, and could be whole."""
-        return not self.plan.has_fixed_parts and self.num_micro_batches > self.plan.num_steps
+        return not self.plan.has_logical_workers and self.num_micro_batches > self.plan.num_steps
 
     @property
     def has_one_micro_batch(self) -> bool:
         """Whether the update has only this micro-batch. Fixed parts are several."""
         is_only = self.micro_batch_index <= 0 and self.in_last_micro_batch
-        return is_only and not self.plan.has_fixed_parts
+        return is_only and not self.plan.has_logical_workers
 
     def should_commit(self, raised: bool = False) -> bool:
         """Return whether the update counts on this worker, if it ends now.
@@ -227,7 +227,7 @@ class OptimizerSteps:
 
     def load_max_counts(self, counts: Sequence[int]) -> None:
         """Load the `max_counts` of another worker, or of a saved state, in their order."""
-        if len(counts) == len(self.max_counts):
+        if isinstance(counts, list | tuple) and len(counts) == len(self.max_counts):
             self.max_counts = dict(zip(self.max_counts, counts, strict=True))
 
     def reset(self) -> None:

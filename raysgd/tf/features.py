@@ -99,7 +99,7 @@ class KerasOptimization(UpdateFeature):
         self._rates = [(rate, tf.identity(rate.value)) for rate, _ in self._rates]
 
     def begin_micro_batch(self, update: Update) -> None:
-        if update.loss_weights.num_earlier_losses < update.micro_batch_index:
+        if update.loss_weights.num_earlier_micro_batches < update.micro_batch_index:
             why = "train_batch does not call self.minimize()"
             self._train_state.micro_batching.refuse_split(why)
 

@@ -54,7 +54,7 @@ class Optimization(UpdateFeature):
     # ---- a micro-batch
 
     def begin_micro_batch(self, update: Update) -> None:
-        if update.loss_weights.num_earlier_losses:
+        if update.loss_weights.num_earlier_micro_batches:
             for optimizer in self._train_state.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
 
@@ -119,7 +119,7 @@ class Optimization(UpdateFeature):
         else:
             update.optimizer_steps.make(optimizer, self._train_state.precision.step)
         optimizer.zero_grad(set_to_none=True)
-        if update.loss_weights.num_earlier_losses:
+        if update.loss_weights.num_earlier_micro_batches:
             for parameter in parameters_of(optimizer):
                 self._accumulated.restored.pop(parameter, None)
         return True

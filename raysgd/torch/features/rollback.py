@@ -78,7 +78,7 @@ class Rollback(UpdateFeature):
                 )
         elif not (self._changes_early or update.optimizer_steps.counts):
             self._changes_early = not self._versions.find_changed_ids().isdisjoint(self._stepped)
-            if self._changes_early and not update.plan.has_fixed_parts:
+            if self._changes_early and not update.plan.has_logical_workers:
                 why = "train_batch changes parameters before the update"
                 self._train_state.micro_batching.refuse_split(why)
 

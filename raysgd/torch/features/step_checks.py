@@ -35,7 +35,7 @@ class StepChecks(UpdateFeature):
     # ---- hooks of a step
 
     def begin_micro_batch(self, update: Update) -> None:
-        has_gap = update.loss_weights.num_earlier_losses < update.micro_batch_index
+        has_gap = update.loss_weights.num_earlier_micro_batches < update.micro_batch_index
         if has_gap and any(map(_has_gradients, self._train_state.optimizers)):
             self._refuse_split(_NO_BACKWARD)
         if update.is_split and self._has_gradient_hooks():
@@ -126,7 +126,7 @@ class StepChecks(UpdateFeature):
         if has_one_batch and update.loss_weights.has_loss and count.num_items is not None:
             self._refuse_split("train_batch passes num_items for several losses of a batch")
         counts_samples = count.num_items is None and not count.is_sum
-        has_gap = update.loss_weights.num_earlier_losses < update.micro_batch_index
+        has_gap = update.loss_weights.num_earlier_micro_batches < update.micro_batch_index
         if has_gap and counts_samples and exchange.num_averaging_workers > 1:
             self._require_unsplit(_NO_BACKWARD)
         if update.optimizer_steps.requested:
@@ -143,7 +143,7 @@ class StepChecks(UpdateFeature):
 
     def after_backward(self) -> None:
         update = self._train_state.update
-        is_final = update.in_last_micro_batch and not update.plan.has_fixed_parts
+        is_final = update.in_last_micro_batch and not update.plan.has_logical_workers
         self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:
@@ -165,7 +165,7 @@ class StepChecks(UpdateFeature):
                 "register(max_grad_norm=...), or change them in a hook: call "
                 "optimizer.register_step_pre_hook(fn) in setup, before register."
             )
-        if not losses.has_loss and (losses.num_earlier_losses or _has_gradients(optimizer)):
+        if not losses.has_loss and (losses.num_earlier_micro_batches or _has_gradients(optimizer)):
             self._require_unsplit(_NO_BACKWARD)
 
     def check_direct_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -67,7 +67,7 @@ class TorchSources(DataSources):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
         options = self._settings.options
-        if options.layout.has_fixed_parts:
+        if options.layout.has_logical_workers:
             for name, source in self._sources.items():
                 _check_equal_bits(name, source)
         for loader in filter(collates_iterable, (train_loader, validation_loader)):
@@ -347,7 +347,7 @@ def wrap_loader(
     if (may_partition or is_distributed(whole)) and not why:
         return MapStyleSource(whole, layout=layout, **partition_arguments)
     # Iterable data has no logical workers, which `_check_equal_bits` reports.
-    if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
+    if may_partition and not is_read_once(loader) and not layout.has_logical_workers:
         return IterableSource(loader, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, user_selects=not partitions, why_not_partitioned=why)

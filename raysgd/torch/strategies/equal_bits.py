@@ -8,16 +8,16 @@ Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea.
 
 Elsewhere, code asks for what the strategy changes, not for its name:
 
-- ``options.layout``, which `TorchOptions.layout` makes. ``has_fixed_parts``: the parts of a step
+- ``options.layout``, made by `TorchOptions.layout`. ``has_logical_workers``: the parts of a step
   and the weights of their metrics (`EpochPartition`), the batch size in the config of a worker
   (`OperatorRunner`), of its loader (`PartitionedSource`, `DataSources`), and in an error
   (`Options`), and errors for batches that must not be split (`MicroBatching.refuse_split`) and data
   sets of a call (`OperatorTrainer.train`). `wrap_loader` groups no iterable data sets into parts:
   an error of `TorchSources` replaces the warning of `DataSources`. ``seeds_parts``: seeds for
   samples and user code (`MapStyleSource`).
-- ``update.plan.has_fixed_parts``: an update counts as one of several micro-batches, into which no
-  batch was split (`Update`). Its gradients are not final before the step (`StepChecks`). `Rollback`
-  permits changes of parameters before it.
+- ``update.plan.has_logical_workers``: an update counts as one of several micro-batches, but no
+  batch is split (`Update`). Its gradients are not final before the step (`StepChecks`).
+  `Rollback` permits changes of parameters before it.
 - The exchange. ``divides_by_counts``: the total of losses (`LossWeights`), which have one count
   (`StepChecks`). ``sums_exactly``: sums of losses and metrics (`BadStepFilter`,
   `TrainingOperator`). ``counts_in_commit``: an update needs copies, and ends with its commit
@@ -54,7 +54,7 @@ from raysgd.torch.tensors import (
 )
 from raysgd.torch.train_state import TorchTrainState
 
-_KEY = "num_shards"  # of the number of logical workers, in saved files
+_KEY, _OLD_KEY = "num_logical_workers", "num_shards"  # of saved states
 _EXACT = 'exact="bits"'
 _KEEP, _MEAN, _COPY, _OBJECT = range(4)
 """How to merge a buffer of several parts. The largest of all workers counts."""
@@ -123,7 +123,7 @@ class EqualBitsExchange(CollectiveExchange):
         return {_KEY: self._num_logical_workers}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        saved = state.get(_KEY, self._num_logical_workers)
+        saved = state.get(_KEY, state.get(_OLD_KEY, self._num_logical_workers))
         if saved != self._num_logical_workers:
             raise CheckpointError(
                 f"The state comes from a run with {saved!r} logical workers, and this trainer has "

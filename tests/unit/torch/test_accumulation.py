@@ -30,7 +30,7 @@ def test_first_loss_of_a_generation_is_not_scaled_up():
 
 def test_an_exchange_that_divides_by_counts_gets_sums_of_items():
     update, part = Update(), MicroBatchPlan(4, step_index=0)
-    update.begin(UpdatePlan((part,), total_samples=8, has_fixed_parts=True))
+    update.begin(UpdatePlan((part,), total_samples=8, has_logical_workers=True))
     update.begin_micro_batch(part)
     for count, items in ((LossCount(3.0), 3.0), (LossCount(3.0), 3.0)):
         factors = update.loss_weights.add(count, divides_by_counts=True)
@@ -42,14 +42,14 @@ def test_an_exchange_that_divides_by_counts_gets_sums_of_items():
 
 
 def test_fixed_parts_are_neither_split_nor_alone():
-    for has_fixed_parts in (False, True):
+    for has_logical_workers in (False, True):
         update, parts = Update(), (MicroBatchPlan(), MicroBatchPlan())
         for planned in (parts, parts[:1]):
-            update.begin(UpdatePlan(planned, has_fixed_parts=has_fixed_parts))
+            update.begin(UpdatePlan(planned, has_logical_workers=has_logical_workers))
             update.begin_micro_batch(planned[0], is_last=len(planned) == 1)
             is_several = len(planned) > 1
-            assert update.is_split == (is_several and not has_fixed_parts)
-            assert update.has_one_micro_batch == (not is_several and not has_fixed_parts)
+            assert update.is_split == (is_several and not has_logical_workers)
+            assert update.has_one_micro_batch == (not is_several and not has_logical_workers)
             update.close()
 
 

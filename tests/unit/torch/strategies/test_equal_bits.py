@@ -344,7 +344,7 @@ def test_state_of_another_number_of_logical_workers_is_refused():
     runner = Case(num_workers=1).make_runner()
     runner.setup(WorkerContext(is_in_driver=True))
     state_access = runner._hosted_loop.state_access
-    state = {**state_access.read(), "num_shards": 8}  # the key of saved files
+    state = {**state_access.read(), "num_logical_workers": 8}
     with pytest.raises(CheckpointError) as caught:
         state_access.check(state)
     assert_names(caught.value, ["8 logical workers", "6", "EqualBits(num_logical_workers=8)"])
