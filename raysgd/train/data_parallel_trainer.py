@@ -19,7 +19,7 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import find_unpicklable, unpicklable_key
 from raysgd.train.arguments import bind_config, make_folder, run_folder
 from raysgd.train.backend import BackendConfig
-from raysgd.train.callbacks.callback import CallbackList
+from raysgd.train.callbacks.callback import TrainingCallbackList
 from raysgd.train.configs import as_run_config, as_scaling_config, executor_arguments
 from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor
@@ -81,7 +81,7 @@ class DataParallelTrainer:
         self.run_config = as_run_config(self.run_config)
         # These two only check the arguments.
         bind_config(self.train_loop_per_worker, self.train_loop_config)
-        CallbackList(self.run_config.callbacks)
+        TrainingCallbackList(self.run_config.callbacks)
         self.create_executor()
 
     def setup(self) -> None:
@@ -137,7 +137,7 @@ class DataParallelTrainer:
             **others,
         }
         function = bind_config(self.train_loop_per_worker, dict(self.train_loop_config))
-        callback_list = CallbackList(self.run_config.callbacks)
+        callback_list = TrainingCallbackList(self.run_config.callbacks)
         with callback_list.run(folder, self.train_loop_config):
             executor.start_training(function, resume=True, **arguments)
             while (results := executor.fetch_next_result()) is not None:

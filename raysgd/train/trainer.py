@@ -14,7 +14,7 @@ from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.arguments import bind_config, make_folder, new_folder, run_folder
 from raysgd.train.backend import BackendConfig, as_backend_config
-from raysgd.train.callbacks.callback import CallbackList, TrainingCallback
+from raysgd.train.callbacks.callback import TrainingCallback, TrainingCallbackList
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig, executor_arguments
 from raysgd.train.data_parallel_trainer import DataParallelTrainer, function_trainable
@@ -122,7 +122,7 @@ class Trainer:
             checkpoint: checkpoint to start from: a dict, or the path of a checkpoint.
             checkpoint_strategy: which checkpoints stay on disk; by default all.
         """
-        callback_list = CallbackList(callbacks)
+        callback_list = TrainingCallbackList(callbacks)
         reports = self.run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)
         assert self.latest_run_dir is not None
         with self._executor.abort_on_error(), callback_list.run(self.latest_run_dir, config or {}):

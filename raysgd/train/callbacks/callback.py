@@ -79,7 +79,7 @@ class FileCallback(TrainingCallback):
         """Begin to write. The folder exists."""
 
 
-class CallbackList:
+class TrainingCallbackList:
     """Calls the callbacks of one run."""
 
     def __init__(self, callbacks: Sequence[Any] | None) -> None:

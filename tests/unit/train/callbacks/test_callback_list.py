@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.train.callbacks import TrainingCallback
-from raysgd.train.callbacks.callback import CallbackList
+from raysgd.train.callbacks.callback import TrainingCallbackList
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 
@@ -34,7 +34,7 @@ class Recorder(TrainingCallback):
 @pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt()])
 def test_all_callbacks_finish_a_failed_run_and_its_error_is_raised(error, caplog):
     callbacks = [Recorder(), Recorder(finish_error=KeyError("disk full")), Recorder()]
-    with pytest.raises(type(error)), CallbackList(callbacks).run(Path(), {}):
+    with pytest.raises(type(error)), TrainingCallbackList(callbacks).run(Path(), {}):
         raise error
     assert [callback.failed for callback in callbacks] == [True, True, True]
     assert caplog.messages == ["Recorder.finish_training failed."]
@@ -47,7 +47,7 @@ def test_all_callbacks_finish_a_failed_run_and_its_error_is_raised(error, caplog
 )
 def test_an_error_of_a_callback_fails_the_run_and_finishes_all_that_began(error, when, failed):
     callbacks = [Recorder(), Recorder(**{when: error}), Recorder()]
-    with pytest.raises(type(error)), CallbackList(callbacks).run(Path(), {}):
+    with pytest.raises(type(error)), TrainingCallbackList(callbacks).run(Path(), {}):
         assert when == "finish_error"
     assert [callback.failed for callback in callbacks] == failed
 
@@ -59,7 +59,7 @@ def test_each_callback_gets_its_own_copy_of_the_results():
             super().process_results(results)
 
     callbacks, results = [Changes(), Changes()], [{"a": 1}]
-    CallbackList(callbacks).handle(results)
+    TrainingCallbackList(callbacks).handle(results)
     assert [callback.results for callback in callbacks] == [[{"a": 2}], [{"a": 2}]]
     assert results == [{"a": 1}]
 
@@ -67,14 +67,14 @@ def test_each_callback_gets_its_own_copy_of_the_results():
 @pytest.mark.parametrize("keys", [(), {PYTORCH_PROFILER_KEY}])
 def test_a_callback_gets_the_reserved_metrics_that_it_names(keys):
     callback = Recorder(reserved=keys)
-    CallbackList([callback]).handle([{"a": 1, PYTORCH_PROFILER_KEY: []}])
+    TrainingCallbackList([callback]).handle([{"a": 1, PYTORCH_PROFILER_KEY: []}])
     assert callback.results == [{"a": 1, **{key: [] for key in keys}}]
 
 
 @pytest.mark.parametrize("callbacks", [[object()], [Recorder(), Recorder], Recorder()])
 def test_anything_but_a_list_of_callbacks_is_refused(callbacks):
     with pytest.raises(TypeError, match=r"must be a list.*TuneReportCallback, write"):
-        CallbackList(callbacks)
+        TrainingCallbackList(callbacks)
 
 
 class Oldest(TrainingCallback):
@@ -89,6 +89,6 @@ class Newer(TrainingCallback):
 
 def test_callbacks_without_an_argument_config_start():
     callbacks = [Oldest(), Newer()]
-    with CallbackList(callbacks).run(Path("run"), {"lr": 1}):
+    with TrainingCallbackList(callbacks).run(Path("run"), {"lr": 1}):
         pass
     assert (callbacks[0].logdir, callbacks[1].config) == ("run", {"lr": 1})
