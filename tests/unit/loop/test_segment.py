@@ -93,7 +93,6 @@ def test_a_requested_step_counts_once_also_if_it_is_skipped_and_not_if_it_raises
     for function in (step, lambda optimizer: None):
         steps.make(optimizer, function)
         steps.skip(object())  # not registered
-    assert [*steps.counts.values()] == [2]
     with pytest.raises(ZeroDivisionError):
         steps.make(optimizer, lambda optimizer: 1 / 0)
     assert [*steps.counts.values()] == [2]

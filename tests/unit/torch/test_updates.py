@@ -14,14 +14,14 @@ from raysgd._internal.runner import WorkerContext
 from raysgd.callbacks import EMA
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.update import OptimizerSteps, Update
+from raysgd.loop.update import Update
 from raysgd.torch.collectives import _FIRST_CALLS, TorchCollectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies import replicated_model
-from raysgd.torch.strategies.replicated_exchange import DDPExchange
 from raysgd.torch.tensors import state_digest
 from tests.operators import local
+from tests.unit.torch.strategies.test_phases import calls_of
 from tests.unit.torch.test_rollback import rollback_of
 
 X = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -531,19 +531,10 @@ class InTurn(Plain):
         return {}
 
 
-def test_the_only_step_of_an_update_comes_after_all_averages(process_group, monkeypatch):
+def test_the_only_step_of_an_update_comes_after_all_averages(process_group):
     """If a worker is lost in an average after it, nothing could undo the step."""
-    calls = []
-    for cls, name in [
-        (replicated_model.BackwardPasses, "complete_skipped"),
-        (OptimizerSteps, "begin"),
-        (DDPExchange, "before_commit"),
-    ]:
-        plain = getattr(cls, name)
-        spy = lambda *a, f=plain, n=name: (calls.append(n), f(*a))[1]  # noqa: E731
-        monkeypatch.setattr(cls, name, spy)
     runner = TorchRunner(TorchOptions(training_operator_cls=InTurn))
     runner.setup(WorkerContext(has_process_group=True))
-    runner.handle(TrainRequest(call_number=0, until_step=3))
-    step = ["begin", "before_commit"]
+    step, request = ["_finish_step", "before_commit"], TrainRequest(call_number=0, until_step=3)
+    calls = calls_of(["complete_skipped", *step], lambda: runner.handle(request))
     assert calls == [*step, "complete_skipped", *step, "complete_skipped", *step]

@@ -625,13 +625,12 @@ def test_files_are_closed_with_the_source(tmp_path, kind):
 
 def test_groups_are_a_stream_also_if_they_are_older_than_pytorch(tmp_path):
     (tmp_path / "data.txt").write_text("1")
-    program = (
-        "from raysgd.data import Stream, text\n"
-        f"stream = Stream(text({str(tmp_path / 'data.txt')!r}), group_size=2)\n"
-        "from raysgd.torch import TrainingOperator\n"
-        "from torch.utils.data import IterableDataset\n"
-        "assert isinstance(stream, IterableDataset)\n"
-    )
+    program = f"""if True:
+        from raysgd.data import Stream, text
+        stream = Stream(text({str(tmp_path / "data.txt")!r}), group_size=2)
+        from raysgd.torch import TrainingOperator
+        from torch.utils.data import IterableDataset
+        assert isinstance(stream, IterableDataset)"""
     run_python("-c", program)
 
 
