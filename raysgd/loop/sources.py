@@ -69,7 +69,7 @@ class DataSources(ABC):
                 source.who_reads,
                 source.reading_advice,
             )
-        # With fixed parts, an error follows.
+        # With logical workers, an error follows.
         warns = options.num_workers > 1 and not options.layout.has_logical_workers
         if source.why_not_partitioned and warns:
             self._settings.warn_once(
@@ -139,8 +139,8 @@ class DataSources(ABC):
                     context.world_size,
                 )
 
-    def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
-        """Warn if steps have another number of samples than at a saved position."""
+    def warn_of_another_part(self, position: Mapping[str, Any]) -> None:
+        """Warn if this worker's part, which user code selects, has another number of batches."""
         source, info = self.training_source, position.get("stream", {})
         batches = info.get("num_batches"), length_of(source.loader)
         if None not in batches and batches[0] != batches[1]:
@@ -151,7 +151,10 @@ class DataSources(ABC):
                 "repeated or skipped. Load a checkpoint of the end of an epoch.",
                 *batches,
             )
-        now, then = source.global_batch_size, position.get("global_batch")
+
+    def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
+        """Warn if steps have another number of samples than at a saved position."""
+        now, then = self.training_source.global_batch_size, position.get("global_batch")
         keeps_size = self._settings.options.layout.keeps_global_batch
         if keeps_size and None not in (now, then) and now != then:
             self._settings.warn_once(

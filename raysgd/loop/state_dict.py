@@ -163,6 +163,7 @@ def load_state(loop: Loop, state: dict[str, Any], incoming: IncomingValue | None
     train_state.is_damaged = False
     loop.source.discard_unread()
     loop.snapshots.clear()
+    train_state.data.warn_of_another_part(position)
     if "call" in state:  # the state is a snapshot, from which the call continues
         loop.recorder.continue_call(state["call"])
         train_state.data.set_batch_size(state["batching"])
