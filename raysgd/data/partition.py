@@ -65,9 +65,8 @@ class EpochPartition:
     drop_last: bool = False
     training: bool = True
     layout: StepLayout = BY_WORKERS
-    requested_global_batch_size: int | None = (
-        None  # samples per step, if not a multiple of `batch_size`
-    )
+    # Samples per step, if not a multiple of `batch_size`.
+    requested_global_batch_size: int | None = None
     shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
     may_split: bool = False
     """Whether batches above `max_micro_batch_size` are split, equally often on all workers."""

@@ -113,9 +113,7 @@ class BatchSource:
         self._iteration: Any = None  # the newest over the loader, until `end_processes`
         self._stopped_at: tuple[int, int] | None = None  # epoch and offset, if it can continue
         self._given = 0, 0  # epoch of the newest batches that were read, and their number
-        self.unread: Iterator[SourceBatch] | None = (
-            None  # the rest of an epoch, for the next segment
-        )
+        self.unread: Iterator[SourceBatch] | None = None  # the rest of an epoch, for a segment
         self._saved: Mapping[str, Any] = {}  # the newest `resume_info` that was loaded
 
     def __len__(self) -> int:

@@ -64,9 +64,7 @@ class Segment(Iterator[Any]):
         self._is_exhausted = False  # some rank has no more batches in the epoch
         self._started = time.perf_counter()
         self.batch: Any = None  # the newest batch of the update
-        self.num_collated_samples: int | None = (
-            None  # its samples, if this worker trains all of them
-        )
+        self.num_collated_samples: int | None = None  # of it, if this worker trains all of them
         # Batches of the update, until the commit. None: a partitioned source can read it again.
         self._drawn: list[SourceBatch | None] = []
         self._micro_batches: deque[tuple[Any, MicroBatchPlan]] = deque()  # not yet yielded

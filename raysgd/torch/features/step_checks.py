@@ -43,7 +43,7 @@ class StepChecks(UpdateFeature):
         self._watch_gradients(self._precision.scales_loss or not update.has_one_micro_batch)
 
     def before_commit(self, update: Update) -> None:
-        """Reject an update of several micro-batches, or of fixed parts, without a step."""
+        """Reject an update of several micro-batches, or of logical workers, without a step."""
         uses_backward = update.loss_weights.uses_backward and not update.has_one_micro_batch
         if uses_backward and not update.optimizer_steps.counts:
             self._require_unsplit("train_batch makes no update in the last batch of a group")
